@@ -121,8 +121,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
             yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:
-        for name, block in kernel_speed.REDUCE_BLOCKS.items():
-            yield f"reduce R={size}{name}", partial(_reduce, size, block)
+        yield f"reduce R={size}", partial(_reduce, size)
     for part in (op_speed, host_time, whole_program, measurements):
         yield from _calls(part.calls(cuda=True))
 
@@ -158,10 +157,9 @@ def _unpack() -> None:
     problem.run()
 
 
-def _reduce(group_size: int, block: tuple[int, int] | None) -> None:
-    with kernel_speed.blocks_of(block):
-        problem, _ = kernel_speed.reduce(kernel_speed.SHAPES[0], group_size, META)
-        problem.run()
+def _reduce(group_size: int) -> None:
+    problem, _ = kernel_speed.reduce(kernel_speed.SHAPES[0], group_size, META)
+    problem.run()
 
 
 if __name__ == "__main__":

@@ -111,14 +111,6 @@ class GpuCase:
         biases = [integers(n // group_size if scattered else n) if self.bias else None for n in self.n]
         return GpuInputs(x, ws, biases)
 
-    def normal(self, group_size: int, dtype: torch.dtype, device: torch.device) -> GpuInputs:
-        """Random inputs for timing."""
-        x, *ws = (
-            torch.randn(*shape, device=device, dtype=dtype)
-            for shape in (self.local_shape(group_size), *(self.w_shape(group_size, n) for n in self.n))
-        )
-        return GpuInputs(x, ws, [None] * len(ws))
-
     def expected(self, group_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> list[list[Tensor]]:
         """Every rank's results by torch's own matmul, with fusedcomm's rounding and without communication."""
         every = [self.inputs(group_size, rank, dtype, device, seed) for rank in range(group_size)]
@@ -132,7 +124,29 @@ class GpuCase:
 
     def program(self, every: list[GpuInputs], rounded: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[Tensor]]:
         """Every rank's results. ``rounded`` says what becomes of a partial sum."""
-        return _PROGRAMS[self.op](self, every, rounded)
+        size = len(every)
+        if self.gathers:
+            if self.op == "all_to_all_matmul":
+                xs = _exchanged([i.x.chunk(size, self.scatter_dim) for i in every], self.gather_dim)
+            else:  # each rank gathers
+                xs = [torch.cat([i.x for i in every], self.gather_dim) for _ in every]
+            outs = [
+                [_product(x.flatten(-self.k_dims), w, bias) for w, bias in zip(i.ws, i.biases, strict=True)]
+                for x, i in zip(xs, every, strict=True)
+            ]
+            return [[*each, x] for each, x in zip(outs, xs, strict=True)] if self.return_gathered else outs
+        biases = [i.biases[0] for i in every]
+        if self.op == "matmul_all_to_all":
+            ys = [_product(i.x, i.ws[0], bias) for i, bias in zip(every, biases, strict=True)]
+            ys = ys if self.out_shape is None else [y.unflatten(-1, self.out_shape) for y in ys]
+            return [[out] for out in _exchanged([y.chunk(size, self.scatter_dim) for y in ys], self.gather_dim)]
+        whole = self.op == "matmul_all_reduce"
+        dim = self.exchange(size).split_dim if whole else self.scatter_dim
+        parts = [rounded(torch.matmul(i.x, i.ws[0])).chunk(size, dim) for i in every]
+        totals = [torch.stack([part[rank] for part in parts]).sum(0) for rank in range(size)]
+        totals = [total / size for total in totals] if self.reduce_op == "avg" else totals
+        totals = [torch.cat(totals, dim) for _ in every] if whole else totals
+        return [[t if bias is None else t + bias] for t, bias in zip(totals, biases, strict=True)]
 
     def call(self, inputs: GpuInputs) -> list[Tensor]:
         """Call the op as users do."""
@@ -176,56 +190,6 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 def _exchanged(blocks: Sequence[Sequence[Tensor]], gather_dim: int) -> list[Tensor]:
     """What every dst gets of ``blocks[src][dst]``."""
     return [torch.cat([each[rank] for each in blocks], gather_dim) for rank in range(len(blocks))]
-
-
-def _matmul_all_to_all(case: GpuCase, every: list[GpuInputs], _: Any) -> list[list[Tensor]]:
-    ys = [_product(i.x, i.ws[0], i.biases[0]) for i in every]
-    ys = ys if case.out_shape is None else [y.unflatten(-1, case.out_shape) for y in ys]
-    return [[out] for out in _exchanged([y.chunk(len(every), case.scatter_dim) for y in ys], case.gather_dim)]
-
-
-def _all_to_all_matmul(case: GpuCase, every: list[GpuInputs], _: Any) -> list[list[Tensor]]:
-    xs = _exchanged([i.x.chunk(len(every), case.scatter_dim) for i in every], case.gather_dim)
-    outs = [[_product(x.flatten(-case.k_dims), i.ws[0], i.biases[0])] for x, i in zip(xs, every, strict=True)]
-    return [[*out, x] for out, x in zip(outs, xs, strict=True)] if case.return_gathered else outs
-
-
-def _all_gather_matmul(case: GpuCase, every: list[GpuInputs], _: Any) -> list[list[Tensor]]:
-    results = []
-    for i in every:  # each rank gathers
-        x = torch.cat([each.x for each in every], case.gather_dim)
-        outs = [_product(x, w, bias) for w, bias in zip(i.ws, i.biases, strict=True)]
-        results.append([*outs, x] if case.return_gathered else outs)
-    return results
-
-
-def _reduced(case: GpuCase, every: list[GpuInputs], rounded: Any, dim: int) -> list[Tensor]:
-    """Block r of the sum, for every r."""
-    parts = [rounded(torch.matmul(i.x, i.ws[0])).chunk(len(every), dim) for i in every]
-    totals = [torch.stack([part[rank] for part in parts]).sum(0) for rank in range(len(every))]
-    return [total / len(every) for total in totals] if case.reduce_op == "avg" else totals
-
-
-def _matmul_reduce_scatter(case: GpuCase, every: list[GpuInputs], rounded: Any) -> list[list[Tensor]]:
-    totals = _reduced(case, every, rounded, case.scatter_dim)
-    biases = [i.biases[0] for i in every]
-    return [[t if b is None else t + b] for t, b in zip(totals, biases, strict=True)]
-
-
-def _matmul_all_reduce(case: GpuCase, every: list[GpuInputs], rounded: Any) -> list[list[Tensor]]:
-    dim = case.exchange(len(every)).split_dim
-    blocks, bias = _reduced(case, every, rounded, dim), every[0].biases[0]
-    wholes = [torch.cat(blocks, dim) for _ in every]
-    return [[whole if bias is None else whole + bias] for whole in wholes]
-
-
-_PROGRAMS: dict[str, Callable[[GpuCase, list[GpuInputs], Any], list[list[Tensor]]]] = {
-    "matmul_all_to_all": _matmul_all_to_all,
-    "all_to_all_matmul": _all_to_all_matmul,
-    "all_gather_matmul": _all_gather_matmul,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-    "matmul_all_reduce": _matmul_all_reduce,
-}
 
 
 def _cases(op: str, *cases: tuple[Any, ...]) -> list[GpuCase]:

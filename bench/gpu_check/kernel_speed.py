@@ -5,8 +5,7 @@ A part fails by wrong values alone, not by a goal. `compile_kernels` makes the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch, tiles
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
@@ -59,10 +58,6 @@ SHAPES = [
 TINY = MatmulShape("dry run", 0, 32, 32, 32)
 REDUCED = (2, 4, 8)  # ranks
 PROGRAMS = {"half of the SMs": 0.5, "all SMs": 1, "2 programs an SM": 2, "4 programs an SM": 4}
-REDUCE_BLOCKS = {
-    "": None,
-    ", blocks of 4096": (4096, 8),
-}  # elements and warps; as shipped, and as measured to be better
 
 
 @dataclass(frozen=True)
@@ -217,32 +212,17 @@ def _unpack(device: torch.device) -> dict[str, Any]:
 
 
 def _reduce(shape: MatmulShape, group_size: int, device: torch.device) -> dict[str, Any]:
-    """By numbers of programs and blocks, of which an op takes half of the SMs; against a copy of as many bytes."""
-    variants: Variants = {}
-    for name, block in REDUCE_BLOCKS.items():
-        with blocks_of(block):
-            problem, parts = reduce(shape, group_size, device)
-            for number, run in _by_programs(problem).items():
-                run()
-                problem.workspace.check("reduce")
-                assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), f"wrong sums, {number}{name}"
-                variants[number + name] = run
+    """By numbers of programs, of which an op takes half of the SMs; against a copy of as many bytes."""
+    problem, parts = reduce(shape, group_size, device)
+    variants = _by_programs(problem)
+    for number, run in variants.items():
+        run()
+        problem.workspace.check("reduce")
+        assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), f"wrong sums, {number}"
     num_bytes = (group_size + 1) * parts[0].numel() * DTYPE.itemsize
     source = torch.empty(num_bytes // 2 // DTYPE.itemsize, device=device, dtype=DTYPE).normal_()
     to = torch.empty_like(source)
     return _rates(interleaved({**variants, "copy": lambda: to.copy_(source)}, device), num_bytes)
-
-
-@contextmanager
-def blocks_of(block: tuple[int, int] | None) -> Iterator[None]:
-    """Launches that are planned inside take this block, and keep it."""
-    saved = tiles.reduce_block
-    if block is not None:
-        tiles.reduce_block = lambda arch: block
-    try:
-        yield
-    finally:
-        tiles.reduce_block = saved
 
 
 def _by_programs(problem: KernelProblem) -> Variants:

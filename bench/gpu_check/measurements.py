@@ -10,35 +10,37 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import interleaved
-from fusedcomm.bench.gpu_check.gpu_calls import ALGORITHMS, FINGERPRINT, OPS, GpuCall, first_of
+from fusedcomm.bench.gpu_check.gpu_calls import ALGORITHMS, FINGERPRINT, OPS, GpuCall, GpuInputs, first_of
+from fusedcomm.bench.gpu_check.host_time import microseconds
 from fusedcomm.runtime import signals
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 MATMUL = (32768, 8192, 8192)  # rows, columns, K: about 6 ms of an H100
 TIMES = 5
+HOST_GROUP_SIZE = 8
 RUNS = 16  # a strided copy with long runs has so many
-HOST_GROUP_SIZES = (8,)
-HOST_CALLS = 3  # few, so that no queue is full: then the host would wait for the GPU
 
 
 def calls(cuda: bool) -> list[GpuCall]:
     if not cuda:  # the interpreter takes a quarter of a second for a call
         return [GpuCall(1, DTYPE, first_of(OPS[0], cuda))]
-    return [GpuCall(size, DTYPE, first_of(op, cuda)) for size in HOST_GROUP_SIZES for op in OPS]
+    return [GpuCall(HOST_GROUP_SIZE, DTYPE, first_of(op, cuda)) for op in OPS]
 
 
 def cases(device: torch.device) -> child.Cases:
     return {
         "beside a matmul": partial(beside_matmul, device),
         "strided copies": partial(strided_copies, device),
-        "host time": partial(host_time, device),
+        "host time": partial(virtual_host_time, device),
     }
 
 
@@ -111,41 +113,26 @@ def strided_copies(device: torch.device) -> dict[str, float]:
     return {name: num_bytes / ms / 1e6 for name, ms in interleaved(copies(device), device).items()}
 
 
-def host_time(device: torch.device) -> dict[str, float]:
-    """Microseconds of the host for a rank's call, without the dispatcher and the planner, beside torch.mm's."""
+def virtual_host_time(device: torch.device) -> dict[str, float]:
+    """Microseconds of the host for a rank's call, without the dispatcher and the planner, beside torch.mm's.
+
+    One host launches the calls of all ranks in turn.
+    """
     cuda = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
     found = {}
-    for call in calls(cuda):
-        for algorithm in ALGORITHMS if cuda else ("fused",):
-            found[f"{call} {algorithm}"] = _host_time(call, algorithm, device) / call.group_size
+    for call, algorithm in product(calls(cuda), ALGORITHMS if cuda else ("fused",)):
+        group = call.group(algorithm, device)
+        inputs = [call.inputs(rank, device, 0) for rank in range(call.group_size)]
+        run = partial(group.run, partial(_run, call, algorithm), inputs)
+        found[f"{call} {algorithm}"] = microseconds(run, synchronize) / call.group_size
+        group.check(call.case.op)
     x = torch.ones(64, 64, dtype=DTYPE, device=device)
-    found["torch.mm"] = _microseconds(partial(torch.mm, x, x), device)
-    return found
+    return {**found, "torch.mm": microseconds(partial(torch.mm, x, x), synchronize)}
 
 
-def _host_time(call: GpuCall, algorithm: str, device: torch.device) -> float:
-    """For all ranks, which one host launches in turn."""
-    group = call.group(algorithm, device)
-    inputs = [call.inputs(rank, device, 0) for rank in range(call.group_size)]
-
-    def run() -> None:
-        group.run(lambda workspace, args: call.case.run(workspace, algorithm, args), inputs)
-
-    found = _microseconds(run, device)
-    group.check(call.case.op)
-    return found
-
-
-def _microseconds(run: Callable[[], Any], device: torch.device) -> float:
-    times = []
-    for _ in range(TIMES):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(HOST_CALLS):
-            run()
-        times.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
-    return statistics.median(times)
+def _run(call: GpuCall, algorithm: str, workspace: Workspace, inputs: GpuInputs) -> list[torch.Tensor]:
+    return call.case.run(workspace, algorithm, inputs)
 
 
 def _beside(
