@@ -1,15 +1,12 @@
-"""How long `pipelined` takes, and into how many pieces it cuts a call.
+"""Seconds of `pipelined`, and into how many pieces it cuts a call.
 
-In p pieces there are two rows of p steps, one behind the other: what the device computes and copies for a piece, c, and
-the piece on the wire, w. A push begins with c and a gather with w:
+p pieces are two rows of p steps, one behind the other: matmuls and copies of a piece, c, and the piece on the wire, w.
+A push begins with c, a gather with w. Few rows are multiplied at once, with nothing beside.
 
     steps   c + w + (p - 1) max(c, w)
     host    p (overhead of a piece + R overheads of a chunk)
-    time    steps + host on a CPU, which does both; max(steps, host) + host / p on a GPU, whose host runs ahead
-
-c has the matmuls of a piece, R of a chunk each, or one where K is gathered, and what is copied or added. Beside a
-matmul on a GPU runs NCCL, which takes some of its SMs. On a CPU sockets copy what is sent and received. Few rows are
-multiplied at once, with nothing beside. w has the latency of its collective, and parts as large as the largest.
+    time    steps + host on a CPU, whose sockets copy what is sent and received too; max(steps, host) + host / p on a
+            GPU, whose host runs ahead, and whose matmuls leave SMs to NCCL
 """
 
 from __future__ import annotations
@@ -43,66 +40,53 @@ def seconds(
 ) -> float:
     """The seconds of a call in so many pieces. ``backend_sums``: whether the backend adds."""
     calls = [TimedCall(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
-    return max(_InPieces(call, num_pieces, backend_sums).seconds() for call in calls)
+    return max(_seconds(call, num_pieces, backend_sums) for call in calls)
 
 
-class _InPieces:
-    """The formulas above for the share of one rank."""
+def _seconds(call: TimedCall, num_pieces: int, backend_sums: bool) -> float:
+    constants, num_ranks = call.constants, call.num_ranks
+    padded = call.exchange.chunk_numel * ITEMSIZE[call.dtype] / num_pieces  # parts are sent as large as the largest
+    kinds = (_WITH_SUMS if backend_sums else _COLLECTIVES).get(call.kind, (call.kind,))
+    wire = sum(constants.collective(kind, padded, num_ranks) for kind in kinds)
+    compute = _matmuls(call, num_pieces) + _placing(call, num_pieces, backend_sums)
+    if constants.on_cpu:
+        compute += constants.copy(2 * sent_bytes(call.kind, padded, num_ranks))
+    steps = compute + wire + (num_pieces - 1) * max(compute, wire)
+    host = num_pieces * (constants.piece_overhead + num_ranks * constants.chunk_overhead)
+    alone = call.matmul() if call.share.at_once else 0.0
+    return alone + (steps + host if constants.on_cpu else max(steps, host) + host / num_pieces)
 
-    def __init__(self, call: TimedCall, num_pieces: int, backend_sums: bool) -> None:
-        self.call, self.num_pieces, self.backend_sums = call, num_pieces, backend_sums
-        self.constants, self.exchange, self.share = call.constants, call.exchange, call.share
-        self.on_cpu, self.num_ranks = call.constants.device_type == "cpu", call.num_ranks
-        self.padded_bytes = call.exchange.chunk_numel * ITEMSIZE[call.dtype] / num_pieces
 
-    def seconds(self) -> float:
-        compute, wire, num_pieces = self._matmuls() + self._placing(), self._wire(), self.num_pieces
-        steps = compute + wire + (num_pieces - 1) * max(compute, wire)
-        host = num_pieces * (self.constants.piece_overhead + self.num_ranks * self.constants.chunk_overhead)
-        alone = self.call.matmul() if self.share.at_once else 0.0
-        return alone + (steps + host if self.on_cpu else max(steps, host) + host / num_pieces)
+def _matmuls(call: TimedCall, num_pieces: int) -> float:
+    """Of one piece: R of a chunk each, or one where K is gathered."""
+    if call.share.at_once:
+        return 0.0
+    if call.exchange.gathers and call.exchange.splits_columns:
+        found = call.matmul(num_pieces)
+    else:
+        found = call.chunk_matmuls(call.share.num_products, num_pieces)
+    return found if call.constants.on_cpu else _SLOWER_BESIDE_NCCL * found
 
-    def _wire(self) -> float:
-        kinds = (_WITH_SUMS if self.backend_sums else _COLLECTIVES).get(self.call.kind, (self.call.kind,))
-        return sum(self.constants.collective(kind, self.padded_bytes, self.num_ranks) for kind in kinds)
 
-    def _matmuls(self) -> float:
-        if self.on_cpu:
-            return self._matmuls_alone() + self.constants.copy(
-                2 * sent_bytes(self.call.kind, self.padded_bytes, self.num_ranks)
-            )
-        return _SLOWER_BESIDE_NCCL * self._matmuls_alone()
-
-    def _matmuls_alone(self) -> float:
-        call, share, constants = self.call, self.share, self.constants
-        if share.at_once:
-            return 0.0
-        if self.exchange.gathers and self.exchange.splits_columns:
-            sizes = (share.num_batches, share.num_rows / self.num_pieces, share.k)
-            return sum(constants.matmul(call.dtype, *sizes, n) for n in call.ns)
-        batches, m, k, part = call.chunk()
-        rows = m / self.num_pieces
-        each = sum(constants.matmul(call.dtype, batches, rows, k, n * part) for n in call.ns)
-        return share.num_products * each
-
-    def _placing(self) -> float:
-        """What is packed, unpacked and added."""
-        unpack, num_ranks = self.constants.unpack, self.num_ranks
-        num_bytes, kind = self.call.chunk_bytes / self.num_pieces, self.call.kind
-        peers, everyone = (num_ranks - 1) * num_bytes, num_ranks * num_bytes
-        if self.exchange.gathers:
-            packed = unpack(peers) if kind == "all_to_all" else 0.0
-            return packed + (unpack(everyone) if self.exchange.splits_columns or self.share.at_once else 0.0)
-        packed = unpack(everyone) if self.share.at_once else 0.0
-        placed = unpack(peers) if kind != "reduce_scatter" else 0.0
-        return packed + placed + (self._adding(num_bytes) if kind != "all_to_all" else 0.0)
-
-    def _adding(self, num_bytes: float) -> float:
-        """A CPU's caches hold the sum; on a GPU it is read and written once for every rank, in float32."""
-        if self.backend_sums:
-            return self.constants.unpack(num_bytes)
-        if self.on_cpu:
-            return self.constants.unpack((self.num_ranks + 1) / 2 * num_bytes)
-        itemsize = ITEMSIZE[self.call.dtype]
-        moved = 2 * (4 + itemsize) + (self.num_ranks - 1) * (8 + itemsize)  # bytes for each element
-        return self.constants.unpack(num_bytes * moved / 2 / itemsize) + self.num_ranks * self.constants.copy_overhead
+def _placing(call: TimedCall, num_pieces: int, backend_sums: bool) -> float:
+    """What is packed, unpacked and added for one piece."""
+    unpack, num_bytes, kind, at_once = (
+        call.constants.unpack,
+        call.chunk_bytes / num_pieces,
+        call.kind,
+        call.share.at_once,
+    )
+    peers, everyone = (call.num_ranks - 1) * num_bytes, call.num_ranks * num_bytes
+    if call.exchange.gathers:
+        packed = unpack(peers) if kind == "all_to_all" else 0.0
+        return packed + (unpack(everyone) if call.exchange.splits_columns or at_once else 0.0)
+    placed = (unpack(everyone) if at_once else 0.0) + (unpack(peers) if kind != "reduce_scatter" else 0.0)
+    if kind == "all_to_all":
+        return placed
+    if backend_sums:
+        return placed + unpack(num_bytes)
+    if call.constants.on_cpu:  # its caches hold the sum
+        return placed + unpack((call.num_ranks + 1) / 2 * num_bytes)
+    itemsize = ITEMSIZE[call.dtype]  # a GPU reads and writes the sum once for every rank, in float32
+    moved = 2 * (4 + itemsize) + (call.num_ranks - 1) * (8 + itemsize)  # bytes for each element
+    return placed + unpack(num_bytes * moved / 2 / itemsize) + call.num_ranks * call.constants.copy_overhead

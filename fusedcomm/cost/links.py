@@ -1,31 +1,21 @@
 """The links that a group's collectives use, and how long one collective takes on them: the alpha-beta model.
 
-A message of n bytes takes alpha + n * beta: alpha is the latency of a hop, beta the inverse of the link's bandwidth.
-For R ranks, each of which gives S bytes to the collective (Thakur, Rabenseifner, Gropp, "Optimization of Collective
-Communication Operations in MPICH", IJHPCA 2005, but for the two trees):
+For R ranks, each of which gives S bytes (Thakur, Rabenseifner, Gropp, IJHPCA 2005; trees: Sanders, Speck, Traff 2009):
 
     kind             hops              bytes on the wire   algorithm
     all_gather       R - 1             S (R - 1)           ring
     reduce_scatter   R - 1             S (R - 1) / R       ring
     all_reduce       2 (R - 1)         2 S (R - 1) / R     ring: a reduce_scatter, then an all_gather
-                     2 ceil(log2 R)    2 S                 two trees, pipelined (Sanders, Speck, Traff 2009)
-    all_to_all       R - 1             S (R - 1) / R       pairwise exchange: every part goes straight to its rank
+                     2 ceil(log2 R)    2 S                 two trees; the faster of both counts
+    all_to_all       R - 1             S (R - 1) / R       pairwise: every part goes straight to its rank
     others           R - 1             S                   not known here
 
-The faster of the two all_reduce algorithms counts.
+A group inside one node, of ranks_per_node successive global ranks, uses the link "intra". Any other is "inter", with
+each hop between nodes. Parts of an all_to_all that stay inside a node run beside those that leave it; a ring or tree is
+split between the network cards of the group's ranks in a node, as far as the links inside the node carry that.
 
-The link is "intra" where the group is inside one node, else "inter". A node is ranks_per_node successive global ranks.
-A group that has some peers inside and some outside counts as "inter", and each hop as one between nodes. The parts of
-an all_to_all that stay inside the node run beside those that leave it, and only the slower of the two counts. A ring or
-tree is split between the network cards of the group's ranks in a node, one card each, as far as the links inside the
-node carry that.
-
-All groups of one mesh dim must get the same Reach, or their ranks order the collectives of another dim differently. So
-a group of successive ranks, or of every s-th rank, is "inter" if the same group, shifted, would lie in the nodes in
-another way.
-
-The model leaves out NVLS and other reductions in a switch, NCCL's choice between its protocols (LL, LL128, Simple), the
-topology beyond the node, uneven splits, and the SMs that a collective takes.
+All groups of one mesh dim must get the same Reach, or their ranks order the collectives of another dim differently: a
+group of every s-th rank is "inter" if the same group, shifted, would lie in the nodes in another way.
 """
 
 from __future__ import annotations
@@ -59,12 +49,10 @@ class Reach:
 def reach_of(ranks: Sequence[int], ranks_per_node: int, world_size: int) -> Reach:
     """The reach of the group of these global ranks, in order."""
     size = len(ranks)
-    if world_size <= ranks_per_node:
-        return Reach(INTRA, size, size - 1)
-    if _shifts_differ(ranks, ranks_per_node):
-        return Reach(INTER, size, size - 1)
     in_nodes = Counter(rank // ranks_per_node for rank in ranks)
-    if len(in_nodes) == 1:
+    if world_size > ranks_per_node and _shifts_differ(ranks, ranks_per_node):
+        return Reach(INTER, size, size - 1)
+    if world_size <= ranks_per_node or len(in_nodes) == 1:
         return Reach(INTRA, size, size - 1)
     fewest = min(in_nodes.values())
     return Reach(INTER, size, size - fewest, fewest)
@@ -76,11 +64,7 @@ def _shifts_differ(ranks: Sequence[int], ranks_per_node: int) -> bool:
         return False
     stride = ranks[1] - ranks[0]
     block = stride * len(ranks)  # as many successive ranks as such groups share
-    return not (_divides(stride, ranks_per_node) and _divides(block, ranks_per_node))
-
-
-def _divides(a: int, b: int) -> bool:
-    return a % b == 0 or b % a == 0
+    return any(max(size, ranks_per_node) % min(size, ranks_per_node) for size in (stride, block))
 
 
 def base_kind(kind: str) -> str | None:
@@ -110,10 +94,8 @@ def seconds(kind: str, given_bytes: float, at: Reach, bandwidth: Mapping[str, fl
         return LAUNCH + (size - 1) * hop, (size > 1) * given_bytes / bandwidth[at.link]
     bytes_per_second = rate(base, at, bandwidth)
     chunk_bytes = given_bytes if base == "all_gather" else given_bytes / size
-    num_hops, wire = size - 1, sent_bytes(base, chunk_bytes, size) / bytes_per_second
+    latency, wire = (size - 1) * hop, sent_bytes(base, chunk_bytes, size) / bytes_per_second
     if base == "all_reduce":
-        ring = 2 * num_hops * hop, wire
         trees = 2 * math.ceil(math.log2(size)) * hop, 2 * given_bytes / bytes_per_second
-        latency, wire = min(ring, trees, key=sum)
-        return LAUNCH + latency, wire
-    return LAUNCH + num_hops * hop, wire
+        latency, wire = min((2 * latency, wire), trees, key=sum)
+    return LAUNCH + latency, wire

@@ -38,10 +38,9 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(cut: Cut) -> list[Traffic]:
-    """That of each rank."""
+    """By rank."""
     alone = (1,) * cut.group_size
-    gathered = alone if cut.gathered is None else cut.gathered.sizes
-    scattered = alone if cut.scattered is None else cut.scattered.sizes
+    gathered, scattered = (alone if parts is None else parts.sizes for parts in (cut.gathered, cut.scattered))
     return [Traffic(g * sum(scattered), sum(gathered) * s, g * s) for g, s in zip(gathered, scattered, strict=True)]
 
 
@@ -51,11 +50,11 @@ def mean_to_a_peer(traffic: list[Traffic]) -> float:
 
 
 def shares_of(exchange: Exchange) -> list[Share]:
-    """That of each rank, or the one that all have. It is the same on all ranks."""
+    """The different shares of the ranks, the same on all of them."""
+    size = exchange.group_size
     if exchange.cut is None:
-        size, ns = exchange.group_size, _ns(exchange, exchange.shape)
-        sizes = exchange.num_batches, exchange.num_rows, exchange.k
-        return [Share(*sizes, ns, exchange.chunk_numel, size, 0, 1 / size, exchange.few_rows)]
+        sizes = exchange.num_batches, exchange.num_rows, exchange.k, _ns(exchange, exchange.shape)
+        return [Share(*sizes, exchange.chunk_numel, size, 0, 1 / size, exchange.few_rows)]
     parts = exchange.cut.gathered if exchange.gathers else exchange.cut.scattered
     assert parts is not None  # it is the dim that is split
     receivers = parts.receivers
@@ -66,15 +65,15 @@ def shares_of(exchange: Exchange) -> list[Share]:
     for rank, traffic in enumerate(traffic_of(exchange.cut)):
         shape = exchange.shape_on(rank)
         batches, rows, columns = math.prod(shape[:nb]), math.prod(shape[nb:nl]), math.prod(shape[nl:])
-        few_rows = exchange.splits_rows and rows < FEW_ROWS * exchange.group_size
+        few_rows = exchange.splits_rows and rows < FEW_ROWS * size
         at_once = few_rows or (not exchange.gathers and parts.overlaps)
-        chunk_numel = exchange.outer_numel * traffic.to_a_peer(exchange.group_size)
-        sizes = batches, rows, columns if exchange.gathers else exchange.k
-        found.append(Share(*sizes, _ns(exchange, shape), chunk_numel, num_products, num_copies, part, at_once))
+        sizes = batches, rows, columns if exchange.gathers else exchange.k, _ns(exchange, shape)
+        chunk_numel = exchange.outer_numel * traffic.to_a_peer(size)
+        found.append(Share(*sizes, chunk_numel, num_products, num_copies, part, at_once))
     return list(dict.fromkeys(found))
 
 
 def _ns(exchange: Exchange, shape: list[int]) -> tuple[int, ...]:
-    if exchange.gathers:
-        return tuple(out[-1] for out in exchange.out_shapes)
-    return (math.prod(shape[exchange.num_lead :]),)
+    return (
+        tuple(out[-1] for out in exchange.out_shapes) if exchange.gathers else (math.prod(shape[exchange.num_lead :]),)
+    )

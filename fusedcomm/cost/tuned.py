@@ -1,7 +1,7 @@
 """The file of measured constants: one per machine, group size and versions, in the user's cache directory.
 
-What a group without workspace has measured, as one across hosts, is in a file of its own, by the number of its hosts:
-its collectives took another link, and it has no numbers of chunked and fused.
+A group without workspace, as one across hosts, has a file of its own, by the number of its hosts: its collectives took
+another link, and it has no numbers of chunked and fused.
 
 The file is data from outside. It is ignored, with a warning that says why, unless it is a small regular file of this
 user that nobody else can write, with the expected version, key and fields, and numbers that a machine can have.
@@ -10,7 +10,6 @@ user that nobody else can write, with the expected version, key and fields, and 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import tempfile
@@ -21,6 +20,7 @@ import torch
 
 from fusedcomm import env, files
 from fusedcomm.cost.model import TUNED, Constants
+from fusedcomm.machine import cpu_name, version
 
 log = logging.getLogger("fusedcomm")
 
@@ -41,9 +41,9 @@ def key(device: torch.device, group_size: int, num_hosts: int = 0) -> dict[str, 
         "threads": 0 if cuda else torch.get_num_threads(),  # a rank's threads
         "world_size": group_size,
         "hosts_without_workspace": num_hosts,
-        "fusedcomm": _version("fusedcomm"),
+        "fusedcomm": version("fusedcomm"),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "driver": _driver_version() if cuda else None,
     }
@@ -73,8 +73,8 @@ def read(device: torch.device, group_size: int, num_hosts: int = 0) -> Constants
 def write(constants: Constants, device: torch.device, group_size: int, num_hosts: int = 0) -> Path:
     """Replace the file in one step: a reader finds either the old file or the new one, whole. Raises OSError."""
     holds_for = key(device, group_size, num_hosts)
-    content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
     make_directory()
+    content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
     return files.replace(path_of(holds_for), json.dumps(content, indent=2))
 
 
@@ -84,24 +84,6 @@ def make_directory() -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
-
-
-def remove(device: torch.device, group_size: int, num_hosts: int = 0) -> bool:
-    """Remove the file, and return whether there was one. Raises OSError."""
-    try:
-        path_of(key(device, group_size, num_hosts)).unlink()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown CPU"
 
 
 def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
@@ -117,13 +99,6 @@ def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
     if (constants.source, constants.device_type) != (TUNED, expected["device_type"]):
         raise ValueError(f"it must be tuned on {expected['device_type']}, got {constants.source} on another device")
     return constants
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _driver_version() -> str | None:

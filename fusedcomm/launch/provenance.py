@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusedcomm.launch.world import system_huge_pages
-from fusedcomm.machine import version
+from fusedcomm.machine import cpu_name, version
 
 
 def run_facts() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def run_facts() -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         },
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "cpus": os.cpu_count(),
             "transparent_huge_pages": system_huge_pages(),
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -56,12 +56,3 @@ def _commit() -> str | None:
         return git("rev-parse", "HEAD").strip() + "+" * bool(changed)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -43,6 +43,7 @@ GATHERED_K = shapes.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 
 GATHERED_ROWS = shapes.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
 DECODED = shapes.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
 LARGE = shapes.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
+WIDE = shapes.matmul_all_to_all((8192, 8192), (8192, 8192), None, 0, 1, 2)  # 64 MiB, and a matmul of 1.4 ms
 UNEVEN = shapes.matmul_all_to_all((1024, 512), (512, 1027), None, 0, 1, 2, Splits(gather_size=2047, rank=0))
 HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
@@ -65,7 +66,9 @@ TF32 = replace(ABLE, tf32=True)
 NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
 
-TUNED = replace(ABLE, constants=replace(model.DEFAULTS["cuda"], source=model.TUNED))  # the same numbers, but measured
+MEASURED = replace(model.DEFAULTS["cuda"], source=model.TUNED)
+TUNED = replace(ABLE, constants=MEASURED)  # the same numbers, but measured
+SLOW_HOST = replace(ABLE, constants=replace(MEASURED, call_overhead={"unfused": 0.0, "chunked": 1e-3, "fused": 1e-3}))
 ESTIMATED = "estimated "
 
 
@@ -75,7 +78,7 @@ ESTIMATED = "estimated "
         (OP, SMALL, BF16, member("cpu"), False, "chunked", ESTIMATED),
         (OP, SMALL, BF16, member(), False, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), False, "chunked", ESTIMATED),
-        (OP, SMALL, FP32, member(), False, "chunked", ESTIMATED),
+        (OP, LARGE, FP32, member(), False, "chunked", ESTIMATED),
         (OP, SMALL, FP32, member(verdict=TF32), False, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), True, "fused", ESTIMATED),
         (OP, SMALL, BF16, member(verdict=NO_TRITON), False, "unfused", "rank 0: Triton is not installed"),
@@ -89,6 +92,8 @@ ESTIMATED = "estimated "
         (OP, DECODE, BF16, member(), True, "unfused", "16 KiB per peer, less than 64"),
         (OP, DECODE, BF16, member("cpu"), False, "chunked", ESTIMATED),
         (OP, DECODE, BF16, member(verdict=TUNED), False, "fused", ESTIMATED),
+        (OP, SMALL, BF16, member(verdict=SLOW_HOST), False, "unfused", ESTIMATED),
+        (OP, WIDE, BF16, member(verdict=SLOW_HOST), False, "chunked", ESTIMATED),
         ("matmul_reduce_scatter", FEW_ROWS, BF16, member(), False, "unfused", "32 rows per rank, fewer than"),
         ("matmul_reduce_scatter", FEW_ROWS, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("matmul_reduce_scatter", BATCHES, BF16, member("cpu"), False, "chunked", ESTIMATED),
@@ -139,7 +144,6 @@ def test_parts_of_different_sizes_are_not_fused(capturing: list[bool]) -> None:
 ACROSS = replace(NO_PEERS, backend="nccl", across=Reach(INTER, 2, 1, 1))
 NO_NVLINK = replace(NO_TRITON, backend="nccl")
 ON_MPI = replace(ACROSS, backend="mpi")
-WIDE = shapes.matmul_all_to_all((8192, 8192), (8192, 8192), None, 0, 1, 2)  # 64 MiB, and a matmul of 1.4 ms
 
 
 @pytest.mark.parametrize(

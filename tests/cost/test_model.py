@@ -172,8 +172,16 @@ def test_what_arrives_is_copied_out_or_added() -> None:
 
 def test_overheads_are_per_call_and_per_chunk() -> None:
     slow = replace(GPU, call_overhead={"unfused": 1.0, "chunked": 2.0, "fused": 4.0}, chunk_overhead=0.5)
-    assert seconds("all_gather_matmul", slow) == {"unfused": close(1), "chunked": close(4), "fused": close(4)}
-    assert seconds("matmul_all_reduce", slow)["chunked"] == close(2 + 8 * 0.5)
+    assert seconds("all_gather_matmul", slow) == {"unfused": close(1), "chunked": close(4), "fused": close(4.5)}
+    assert seconds("matmul_all_reduce", slow) == {"unfused": close(1), "chunked": close(2 + 8 * 0.5), "fused": close(4)}
+
+
+def test_a_gpu_works_beside_its_host_and_a_cpu_is_its_own() -> None:
+    slow = replace(GPU, call_overhead=dict.fromkeys(GPU.call_overhead, 1.0))
+    for device in (0.5, 4.0):
+        busy = replace(slow, matmul_flops=dict.fromkeys(model.ITEMSIZE, FLOPS / device))
+        assert seconds("matmul_all_to_all", busy)["chunked"] == close(max(device, 1))
+        assert seconds("matmul_all_to_all", replace(busy, device_type="cpu"))["chunked"] == close(device + 1)
 
 
 def test_waves_of_tiles() -> None:

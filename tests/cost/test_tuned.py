@@ -50,8 +50,6 @@ def test_what_is_written_is_read_and_private(cache: Path, caplog: pytest.LogCapt
     assert list(cache.iterdir()) == [file]
     assert tuned.read(CPU, 4) is None  # it says nothing of other groups
     assert tuned.read(CPU, 2, 2) is None  # nor of those on two hosts
-    assert tuned.remove(CPU, 2)
-    assert not tuned.remove(CPU, 2)
     assert not caplog.records
 
 

@@ -62,13 +62,10 @@ def sent(rank: int) -> dict[str, dict[str, int]]:
 
 
 SIZES = tune.TuneSizes(
-    probe=(16, 32, 32),
-    matmuls=((64, 64, 64),),
+    matmuls=((16, 32, 32), (64, 64, 64)),
     narrow=((4, 64, 64),),
     num_bytes=(64 << 10, 4 << 20),
     calls=((16, 64, 64),),
-    much_arithmetic=(0, 0, 0),
-    much_sent=(0, 0, 0),
 )
 
 

@@ -81,18 +81,6 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(bench.samples) == 5 * 4 * 2
 
 
-def test_where_the_fastest_algorithm_changes() -> None:
-    slow_start = replace(FAST, call_overhead={"unfused": 0.0, "chunked": 0.01})
-    found = [each for each in estimates.crossovers(slow_start, 2) if each.op == "matmul_all_to_all"]
-    for dtype in ("float32", "bfloat16"):
-        first, second = [each for each in found if each.dtype == dtype]
-        assert (first.rows, first.algorithm, second.algorithm) == (1, "unfused", "chunked")
-        for rows, fastest in ((second.rows // 2, "unfused"), (second.rows, "chunked")):
-            exchange = estimates.exchange_of("matmul_all_to_all", MatmulSize(rows, *estimates.CROSSOVER_K_N), 2)
-            times = model.estimate("matmul_all_to_all", exchange, dtype, slow_start)
-            assert min(times, key=times.__getitem__) == fastest
-
-
 def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
     """What `_data` refuses to measure."""
     member = members.member(resolve(None)[1], CPU)
