@@ -39,7 +39,6 @@ from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import world
 from fusedcomm.launch.console import Column
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.tools.demo_problem import DTENSOR_LOGGER
 
 EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
 TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env, reference
-from fusedcomm.algorithms.planner import force_algorithm
+from fusedcomm.algorithms.forced import force_algorithm
 from fusedcomm.bench.estimates import estimates, exchange_of, names_of
 from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
 from fusedcomm.bench.op_bench import OpData
@@ -46,7 +46,6 @@ from fusedcomm.runtime import group
 from fusedcomm.runtime.group import resolve
 from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
 from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import Call
 
 REPEAT = 20  # calls in a measurement, where one takes less time than the start of a measurement differs by
 MEASUREMENT_S = 0.02  # how long repeated calls take together: the longer they are, the fewer

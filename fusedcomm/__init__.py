@@ -13,7 +13,8 @@ if not Path(__file__).with_name("bench").joinpath("__init__.py").exists() and (
 ):
     __path__.append(str(Path(__file__).parents[1]))  # a checkout, installed or not, has kernels/ and bench/ beside it
 
-from fusedcomm.algorithms.planner import Plan, force_algorithm
+from fusedcomm.algorithms.forced import force_algorithm
+from fusedcomm.algorithms.planner import Plan
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops import import_hooks, register, same_moves  # noqa: F401 the last two register ops
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul

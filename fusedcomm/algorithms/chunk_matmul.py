@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedcomm.geometry import exchange as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
 from fusedcomm.runtime.profiler import lane
-
-_MIN_PIECE = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
 
 
 class PushedMatmul:
@@ -138,24 +137,10 @@ class GatheredMatmul:
         return _narrow(cls._batches(t, spans), 1, spans.rows)
 
 
-def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
-    """Whether `GatheredMatmul.add` can be used where K is gathered.
-
-    The result itself must hold the sums over sources, which must stay in float32, and a source's part of K should be
-    long runs.
-    """
-    return dtype == torch.float32 and exchange.for_all.column_run >= _MIN_PIECE
-
-
-def takes_all(exchange: Exchange, dtype: torch.dtype) -> bool:
-    """Whether the matmul of a gather must wait for all sources, as its result cannot hold their sums."""
-    return exchange.gathers and exchange.splits_columns and not adds_up(exchange, dtype)
-
-
 def fills_runs(spans: ChunkSpans, place: Span) -> bool:
     """Whether the matmul can write a chunk to ``place``, where it ends up: long runs of consecutive rows."""
     run, row = place.inner, spans.columns.size
-    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < _MIN_PIECE * row:
+    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < geometry.MIN_RUN * row:
         return False
     return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 
@@ -191,9 +176,9 @@ def _matmul(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
     if out.numel() == 0:
         return
     dense = out
-    if out.shape[2] > 1 and out.shape[3] < _MIN_PIECE:
+    if out.shape[2] > 1 and out.shape[3] < geometry.MIN_RUN:
         x, dense = x.flatten(2, 3).unsqueeze(2), dense.reshape(*out.shape[:2], 1, -1, *out.shape[4:])
-    if out.shape[4] > 1 and out.shape[5] < _MIN_PIECE:
+    if out.shape[4] > 1 and out.shape[5] < geometry.MIN_RUN:
         w, dense = w.flatten(3, 4).unsqueeze(3), dense.flatten(4, 5).unsqueeze(4)
         bias = None if bias is None else bias.reshape(1, -1)
     for b in range(dense.shape[0]):

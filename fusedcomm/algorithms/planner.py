@@ -29,19 +29,18 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from fusedcomm import env
-from fusedcomm.algorithms.chunk_matmul import takes_all
+from fusedcomm.algorithms.forced import force_algorithm
 from fusedcomm.cost import in_pieces, model
 from fusedcomm.cost.links import sent_bytes
 from fusedcomm.cost.model import Constants
 from fusedcomm.geometry.exchange import Exchange, aligned_numel
-from fusedcomm.runtime.captures import is_for_capture
-from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.native_part import native
 
 log = logging.getLogger("fusedcomm")
 
@@ -84,49 +83,23 @@ class Plan:
         return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 
 
-class force_algorithm:  # a function to its users: force_algorithm("fused"), or in a with statement
-    """Make every op of this process use an algorithm where it can run; in a ``with`` statement, inside it only.
+class Facts(Protocol):
+    """What the planner knows of a group on a device, equal on all ranks: a `Member`, without its memory."""
 
-    Where the algorithm cannot run, the call runs ``unfused`` and logs the reason once. On a GPU it needs no proof. Call
-    it alike on every rank, as the ranks of a call must run the same algorithm. It overrules ``FUSEDCOMM_ALGORITHM``.
+    device: torch.device
+    topology: Any  # what the group has voted
 
-    Args:
-        name: "unfused", "chunked", "fused" or "pipelined"; None gives the choice back to
-            ``FUSEDCOMM_ALGORITHM`` or the planner.
-        strict: whether a call that cannot run so raises RuntimeError with the reason instead.
-
-    Raises:
-        ValueError: name is none of these.
-
-    Example, on each of 2 ranks::
-
-        x, w = torch.ones(4, 8), torch.ones(8, 6)
-        with fusedcomm.force_algorithm("unfused"):
-            assert fusedcomm.matmul_all_reduce(x, w).shape == (4, 6)
-    """
-
-    current: tuple[str | None, bool] = (None, False)
-
-    def __init__(self, name: str | None, strict: bool = False) -> None:
-        if name is not None and name not in env.ALGORITHMS:
-            raise ValueError(f"algorithm must be one of {', '.join(env.ALGORITHMS)} or None, got {name!r}")
-        self.previous = force_algorithm.current
-        self._set(name, strict)
-
-    def __enter__(self) -> force_algorithm:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._set(*self.previous)
-
-    @staticmethod
-    def _set(name: str | None, strict: bool) -> None:
-        force_algorithm.current = (name, strict)
-        if native is not None:  # it is part of what prepared calls are found by
-            native.set_forced_algorithm(2 * (None, *env.ALGORITHMS).index(name) + strict)
+    @property
+    def no_workspace(self) -> str | None: ...
+    @property
+    def max_slot_bytes(self) -> int: ...
+    @property
+    def outcomes(self) -> Mapping[str, str]: ...
+    @property
+    def for_capture(self) -> bool: ...
 
 
-def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None) -> Plan:
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
     """``member`` is None for a group of one rank."""
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
@@ -156,13 +129,13 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Member | None)
         if wrong:
             return Plan(op, "unfused", wrong)
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
-    if algorithm == "chunked" and member.device.type == "cuda" and takes_all(exchange, dtype):
+    if algorithm == "chunked" and member.device.type == "cuda" and exchange.takes_all(dtype.itemsize):
         max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
         num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
     return Plan(op, algorithm, why, slot_bytes, num_rounds)
 
 
-def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Member, reason: str) -> Plan:
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
@@ -182,7 +155,7 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
 
 
 def _proved(
-    op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str
+    op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str
 ) -> tuple[str | None, str]:
     """What the proof of the algorithm has found, if it was wrong, and why the call runs so."""
     if not member.topology.prove:
@@ -194,7 +167,7 @@ def _proved(
 
 
 def _pipelined(
-    op: str, exchange: Exchange, dtype: torch.dtype, member: Member, why: str, num_pieces: int | None = None
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str, num_pieces: int | None = None
 ) -> Plan:
     if num_pieces is None:
         kind, backend_sums = _kind(dtype, member), member.topology.backend_sums
@@ -204,7 +177,7 @@ def _pipelined(
     return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
 
 
-def constants_of(member: Member) -> Constants:
+def constants_of(member: Facts) -> Constants:
     """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
     topology = member.topology
     constants = topology.constants or model.DEFAULTS[member.device.type]
@@ -213,17 +186,17 @@ def constants_of(member: Member) -> Constants:
     return model.across_hosts(constants, topology.across)
 
 
-def _kind(dtype: torch.dtype, member: Member) -> str:
+def _kind(dtype: torch.dtype, member: Facts) -> str:
     return dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
 
 
-def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[str, str]:
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[str, str]:
     constants, kind = constants_of(member), _kind(dtype, member)
     if member.device.type == "cpu":
         return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
     if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
-    for_capture = is_for_capture(member.device)
+    for_capture = member.for_capture
     if exchange.cut is not None:
         name, why = _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
         return name, f"{why}; parts of different sizes: not fused"
@@ -258,7 +231,7 @@ def _text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def _reject_uneven(name: str | None, exchange: Exchange, member: Member) -> str | None:
+def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str | None:
     """Why parts of different sizes keep ``name``, or any algorithm with a workspace, from running; None if nothing."""
     if exchange.cut is None or name == "unfused":
         return None
@@ -266,12 +239,12 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Member) -> str 
         return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
     if name == "fused":
         return f"parts of different sizes, {exchange.cut}: the kernels of fused take chunks of one size"
-    if is_for_capture(member.device):
+    if member.for_capture:
         return f"parts of different sizes, {exchange.cut}: not fused, and a CUDA graph would fix the slots of chunked"
     return None
 
 
-def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Member) -> str | None:
+def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
     """Why ``name``, or any algorithm with a workspace if it is None, cannot run these inputs; None if it can."""
     topology = member.topology
     if name == "unfused":
@@ -290,16 +263,16 @@ def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, mem
         )
     if name == "fused":
         return topology.no_fused or _too_wide(exchange)
-    if name == "chunked" and is_for_capture(member.device):
+    if name == "chunked" and member.for_capture:
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
     return None
 
 
-def _reject_pipelined(member: Member) -> str | None:
+def _reject_pipelined(member: Facts) -> str | None:
     backend = PIPELINED_BACKENDS[member.device.type]
     if member.topology.backend != backend:
         return f"pipelined runs on {backend} here, got {member.topology.backend or 'no backend'}"
-    if is_for_capture(member.device):
+    if member.for_capture:
         return "nobody has captured a pipelined call in a CUDA graph"
     return None
 
@@ -317,7 +290,7 @@ def _too_wide(exchange: Exchange) -> str | None:
     return None
 
 
-def _rounds(exchange: Exchange, dtype: torch.dtype, member: Member) -> tuple[int, int]:
+def _rounds(exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[int, int]:
     """Bytes of a slot and number of rounds; rounds are cut only where the workspace cap asks for it."""
     peer_bytes = exchange.group_size * dtype.itemsize
     if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:

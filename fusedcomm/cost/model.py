@@ -276,8 +276,7 @@ class TimedCall:
         self.kind, self.num_ranks = KINDS[op], exchange.group_size
         self.chunk_bytes = share.chunk_numel * ITEMSIZE[dtype]
         self.all_bytes = self.num_ranks * self.chunk_bytes
-        # The matmul of a gather along K in 16 bits takes all chunks: its result cannot hold sums over sources
-        self.takes_all = exchange.gathers and self.exchange.splits_columns and ITEMSIZE[dtype] == 2
+        self.takes_all = exchange.takes_all(ITEMSIZE[dtype])
 
     def unfused(self) -> float:
         constants = self.constants

@@ -24,6 +24,7 @@ from fusedcomm.geometry.spans import PeerSpans, Range, RoundSpans, Span, block_s
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
+MIN_RUN = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
 ALIGNED = 16  # bytes that NCCL moves at once
 _MOST_KEPT = 256  # rounds that are kept for the next call: their Spans take kilobytes each
 LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: they take microseconds to begin; chosen
@@ -127,6 +128,16 @@ class Exchange:
     def column_run(self) -> int:
         """The number of consecutive columns of one rank, where columns are split."""
         return math.prod(self.block[self.split_dim :])
+
+    def adds_up(self, itemsize: int) -> bool:
+        """Whether a gather along K can add one source after the other: the result must hold the sums, in float32, and a
+        source's part of K should be long runs.
+        """
+        return itemsize == 4 and self.for_all.column_run >= MIN_RUN
+
+    def takes_all(self, itemsize: int) -> bool:
+        """Whether the matmul of a gather must wait for all sources, as its result cannot hold their sums."""
+        return self.gathers and self.splits_columns and not self.adds_up(itemsize)
 
     @property
     def few_rows(self) -> bool:

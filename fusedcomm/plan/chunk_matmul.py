@@ -9,10 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fusedcomm.geometry import exchange as geometry
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
-
-_MIN_PIECE = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
 
 
 class Arithmetic(Protocol):
@@ -98,7 +97,7 @@ class GatheredMatmul:
         self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
         self.w = s.reshape(w, exchange.num_batches, exchange.k, w.shape[-1])
         self.bias = None if bias is None else bias.unsqueeze(0)  # [1, N]
-        self.adds = exchange.splits_columns and adds_up(exchange, out.dtype)
+        self.adds = exchange.splits_columns and exchange.adds_up(out.itemsize)
 
     def multiply(
         self, spans: RoundSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None, *, first: bool
@@ -163,24 +162,10 @@ class GatheredMatmul:
         return _narrow(cls._batches(t, spans), 1, spans.rows)
 
 
-def adds_up(exchange: Exchange, dtype: torch.dtype) -> bool:
-    """Whether `GatheredMatmul.add` can be used where K is gathered.
-
-    The result itself must hold the sums over sources, which must stay in float32, and a source's part of K should be
-    long runs.
-    """
-    return dtype == torch.float32 and exchange.for_all.column_run >= _MIN_PIECE
-
-
-def takes_all(exchange: Exchange, dtype: torch.dtype) -> bool:
-    """Whether the matmul of a gather must wait for all sources, as its result cannot hold their sums."""
-    return exchange.gathers and exchange.splits_columns and not adds_up(exchange, dtype)
-
-
 def fills_runs(spans: ChunkSpans, place: Span) -> bool:
     """Whether the matmul can write a chunk to ``place``, where it ends up: long runs of consecutive rows."""
     run, row = place.inner, spans.columns.size
-    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < _MIN_PIECE * row:
+    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < geometry.MIN_RUN * row:
         return False
     return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 
@@ -216,10 +201,10 @@ def _matmul(s: Arithmetic, x: Tensor, w: Tensor, bias: Tensor | None, out: Tenso
     if out.numel() == 0:
         return
     shape = list(out.shape)
-    if shape[2] > 1 and shape[3] < _MIN_PIECE:
+    if shape[2] > 1 and shape[3] < geometry.MIN_RUN:
         shape[2:4] = [1, shape[2] * shape[3]]
         x = s.reshape(x, *x.shape[:2], *shape[2:4], x.shape[4])
-    if shape[4] > 1 and shape[5] < _MIN_PIECE:
+    if shape[4] > 1 and shape[5] < geometry.MIN_RUN:
         shape[4:6] = [1, shape[4] * shape[5]]
         w = s.reshape(w, *w.shape[:3], *shape[4:6])
         bias = None if bias is None else s.reshape(bias, 1, shape[5])

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan.builder import Builder
-from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul, takes_all
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.moves import Arrival, Moves
 from fusedcomm.runtime.rank_order import sources_of
@@ -100,7 +100,7 @@ def gather_matmul(
     matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     moves = Moves(s, x.dtype)
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
-    by_round, at_end = takes_all(exchange, x.dtype), exchange.few_rows
+    by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows
     gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
     max_numel = s.max_chunk_numel(x.dtype)
     if by_round and s.device.is_gpu:  # small enough to hide one piece behind another

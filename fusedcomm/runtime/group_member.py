@@ -88,6 +88,11 @@ class Member:
         return self.topology.no_workspace or self.unavailable
 
     @property
+    def for_capture(self) -> bool:
+        """Whether a call must run as in the capture of a CUDA graph."""
+        return is_for_capture(self.device)
+
+    @property
     def slot_bytes(self) -> int:
         return 0 if self.workspace is None else self.workspace.usable_bytes
 

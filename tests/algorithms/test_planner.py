@@ -122,7 +122,7 @@ def test_each_rule(
 def test_parts_of_different_sizes_are_in_no_cuda_graph(capturing: list[bool], name: str | None) -> None:
     """Before a capture neither, so that what has run then is what the graph holds."""
     capturing.append(False)
-    with planner.force_algorithm(name):
+    with fusedcomm.force_algorithm(name):
         assert planner.plan(OP, UNEVEN, BF16, member()).algorithm == "chunked"
         with fusedcomm.before_capture():
             plan = planner.plan(OP, UNEVEN, BF16, member())
@@ -134,10 +134,10 @@ def test_parts_of_different_sizes_are_not_fused(capturing: list[bool]) -> None:
     assert planner.plan(OP, UNEVEN, BF16, member()).reason.endswith("; parts of different sizes: not fused")
     reason = "the kernels of fused take chunks of one size"
     for device in ("cpu", "cuda"):
-        with planner.force_algorithm("fused"):
+        with fusedcomm.force_algorithm("fused"):
             plan = planner.plan(OP, UNEVEN, BF16, member(device))
         assert plan.algorithm == "unfused" and plan.reason.endswith(reason)
-        with planner.force_algorithm("fused", strict=True), pytest.raises(RuntimeError, match=reason):
+        with fusedcomm.force_algorithm("fused", strict=True), pytest.raises(RuntimeError, match=reason):
             planner.plan(OP, UNEVEN, BF16, member(device))
 
 
@@ -179,7 +179,7 @@ def test_without_a_workspace_the_estimates_choose(
 def test_no_graph_has_a_pipelined_call(capturing: list[bool]) -> None:
     capturing.append(True)
     assert planner.plan(OP, WIDE, BF16, member(verdict=ACROSS)).algorithm == "unfused"
-    with planner.force_algorithm("pipelined", strict=True), pytest.raises(RuntimeError, match="nobody has captured"):
+    with fusedcomm.force_algorithm("pipelined", strict=True), pytest.raises(RuntimeError, match="nobody has captured"):
         planner.plan(OP, WIDE, BF16, member(verdict=ACROSS))
 
 
@@ -188,7 +188,7 @@ def test_a_pipelined_call_is_proved_first(capturing: list[bool]) -> None:
     ours = member(verdict=replace(ACROSS, prove=True))
     plan = planner.plan(OP, WIDE, BF16, ours)
     assert plan.reason.endswith("; proved at its first call") and proof.is_unproved(plan, BF16, ours, uneven=False)
-    with planner.force_algorithm("pipelined"):
+    with fusedcomm.force_algorithm("pipelined"):
         assert not proof.is_unproved(planner.plan(OP, WIDE, BF16, ours), BF16, ours, uneven=False)
     ours.outcomes["matmul_all_to_all pipelined bfloat16"] = "pipelined of bfloat16 failed its proof"
     assert planner.plan(OP, WIDE, BF16, ours).reason == "pipelined of bfloat16 failed its proof"
@@ -206,7 +206,7 @@ def test_a_slot_has_fewer_than_2_31_elements(capturing: list[bool]) -> None:
     ours = member(verdict=TERABYTES)
     assert ours.max_slot_bytes == MOST_SLOT_BYTES < 2**32 and member().max_slot_bytes < 1 << 29
     for name in ("chunked", "fused"):
-        with planner.force_algorithm(name):
+        with fusedcomm.force_algorithm(name):
             plans = [planner.plan(GATHERED, exchange, BF16, ours) for exchange in (whole, more)]
             assert [(plan.algorithm, plan.num_rounds) for plan in plans] == [(name, 1), (name, 2)]
             row = shapes.matmul_reduce_scatter((2, 8), (8, fits + 1024), "sum", 0, 2)
@@ -228,11 +228,11 @@ def test_what_a_slot_does_not_bound_is_counted_in_32_bits(
     ours = member(verdict=replace(TERABYTES, constants=TUNED.constants))
     fits, wide = make(1 << 30), make((1 << 30) + 2)
     reason = f"{what} must be at most 1073741824 for fused, got 1073741826"
-    with planner.force_algorithm("fused"):
+    with fusedcomm.force_algorithm("fused"):
         assert planner.plan(op, fits, BF16, ours).algorithm == "fused"
         plan = planner.plan(op, wide, BF16, ours)
         assert (plan.algorithm, plan.reason) == ("unfused", reason)
-    with planner.force_algorithm("chunked"):
+    with fusedcomm.force_algorithm("chunked"):
         assert planner.plan(op, wide, BF16, ours).algorithm == "chunked"
     assert planner.plan(op, wide, BF16, ours).algorithm != "fused"
     capturing.append(True)
@@ -390,9 +390,9 @@ def test_a_plan_has_the_rounds_of_a_gather_in_pieces(capturing: list[bool]) -> N
     capturing.append(False)
     gathered = shapes.all_to_all_matmul((2 * 4224, 4096), (8192, 4096), 1, 0, 2)
     assert gathered.chunk_numel * 2 == 33 << 20
-    with planner.force_algorithm("chunked"):
+    with fusedcomm.force_algorithm("chunked"):
         assert planner.plan("all_to_all_matmul", gathered, BF16, member()).num_rounds == 4
         assert planner.plan("all_to_all_matmul", gathered, FP32, member()).num_rounds == 1
         assert planner.plan("all_to_all_matmul", gathered, BF16, member("cpu")).num_rounds == 1
-    with planner.force_algorithm("fused"):
+    with fusedcomm.force_algorithm("fused"):
         assert planner.plan("all_to_all_matmul", gathered, BF16, member()).num_rounds == 1

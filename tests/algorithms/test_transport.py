@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import chunk_matmul, chunked, transport
+from fusedcomm.algorithms import chunked, transport
 from fusedcomm.algorithms.transport import CudaTransport
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
@@ -49,7 +49,7 @@ PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM, PARTI
 def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmuls and copies of parts, as for large tensors, and calls in three rounds."""
     monkeypatch.setattr(exchange, "FEW_ROWS", 0)
-    monkeypatch.setattr(chunk_matmul, "_MIN_PIECE", 1)
+    monkeypatch.setattr(exchange, "MIN_RUN", 1)
     cut_in(3, monkeypatch)
 
 

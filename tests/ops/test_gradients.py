@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms import chunk_matmul
 from fusedcomm.geometry import exchange
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
@@ -114,7 +113,7 @@ def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
     """The problems are small, so thresholds are lowered below which chunks are not multiplied one by one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "FEW_ROWS", 0)
-        patch.setattr(chunk_matmul, "_MIN_PIECE", 1)
+        patch.setattr(exchange, "MIN_RUN", 1)
         check_problems(rank, TABLES[op], torch.float32, "chunked")
 
 

@@ -11,7 +11,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/workspace.py:Round": ("_chunk", "376bae364b30"),
         "fusedcomm/algorithms/chunked.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _push _chunk_from",
-            "6d9d74c11bd7",
+            "a4a4a584d381",
         ),
         "fusedcomm/algorithms/fused.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _launched _beside _copy",
