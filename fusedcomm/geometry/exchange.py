@@ -212,22 +212,17 @@ class Exchange:
 
     def shape_on(self, rank: int) -> list[int]:
         """``shape`` as another rank has it."""
-        sizes, cut = list(self.shape), self.cut
-        dim = self._scatter_dim if self.gathers else self._gather_dim
-        parts = None if cut is None else cut.scattered if self.gathers else cut.gathered
-        if dim is not None and parts is not None:
-            sizes[dim] = parts.sizes[rank]
-        return sizes
+        return self._chunk_shape(None, rank) if self.gathers else self._chunk_shape(rank, None)
 
-    def _chunk_shape(self, src_rank: int, dst_rank: int) -> list[int]:
-        """src_rank's part of the dim that is gathered, and dst_rank's of the one that is scattered."""
-        assert self.cut is not None
+    def _chunk_shape(self, src_rank: int | None, dst_rank: int | None) -> list[int]:
+        """``shape`` with src_rank's part of the dim that is gathered, and dst_rank's of the one that is scattered."""
         sizes = list(self.shape)
+        gathered, scattered = (None, None) if self.cut is None else self.cut[1:]
         for dim, parts, rank in (
-            (self._gather_dim, self.cut.gathered, src_rank),
-            (self._scatter_dim, self.cut.scattered, dst_rank),
+            (self._gather_dim, gathered, src_rank),
+            (self._scatter_dim, scattered, dst_rank),
         ):
-            if dim is not None and parts is not None:
+            if dim is not None and parts is not None and rank is not None:
                 sizes[dim] = parts.sizes[rank]
         return sizes
 

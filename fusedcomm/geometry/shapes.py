@@ -52,12 +52,7 @@ def matmul_all_to_all(
 
 
 def all_to_all_matmul(
-    x: Shape,
-    w: Shape,
-    gather_dim: int,
-    scatter_dim: int,
-    group_size: int,
-    splits: Splits = EVEN,
+    x: Shape, w: Shape, gather_dim: int, scatter_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
     """``exchange(x, gather_dim, scatter_dim).flatten to w's K @ w``."""
     _check_group_size(group_size)
@@ -78,28 +73,12 @@ def all_to_all_matmul(
         all_of = _with(x, {gather_dim: group_size * gathered.largest, scatter_dim: scattered.largest})
         whole_w = (*all_of[: len(w) - 2], math.prod(all_of[num_lead:]), w[-1])
         largest = of(all_to_all_matmul, tuple(sizes), whole_w, gather_dim, scatter_dim, group_size)
-    return Exchange(
-        shape=exchanged,
-        num_lead=num_lead,
-        num_batch_dims=len(w) - 2,
-        split_dim=gather_dim,
-        packed=(list(x), scatter_dim),
-        unpacked=(exchanged, gather_dim),
-        group_size=group_size,
-        out_shapes=[[*lead, w[-1]]],
-        k=w[-2],
-        gathers=True,
-        cut=cut,
-        largest=largest,
-    )
+    outs, packed = [[*lead, w[-1]]], (list(x), scatter_dim)
+    return _gather(exchanged, num_lead, w, gather_dim, packed, group_size, outs, cut, largest)
 
 
 def all_gather_matmul(
-    x: Shape,
-    ws: Sequence[Shape],
-    gather_dim: int,
-    group_size: int,
-    splits: Splits = EVEN,
+    x: Shape, ws: Sequence[Shape], gather_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
     """``[all_gather(x, gather_dim) @ w for w in ws]``."""
     _check_group_size(group_size)
@@ -123,29 +102,12 @@ def all_gather_matmul(
         sizes = _gathered(part, gather_dim, group_size)
         whole_ws = tuple((*sizes[: len(w) - 2], sizes[-1], w[-1]) for w in ws)
         largest = of(all_gather_matmul, tuple(part), whole_ws, gather_dim, group_size)
-    return Exchange(
-        shape=gathered,
-        num_lead=len(x) - 1,
-        num_batch_dims=len(ws[0]) - 2,
-        split_dim=gather_dim,
-        packed=(list(x), None),
-        unpacked=(gathered, gather_dim),
-        group_size=group_size,
-        out_shapes=[[*gathered[:-1], w[-1]] for w in ws],
-        k=gathered[-1],
-        gathers=True,
-        cut=cut,
-        largest=largest,
-    )
+    outs, packed = [[*gathered[:-1], w[-1]] for w in ws], (list(x), None)
+    return _gather(gathered, len(x) - 1, ws[0], gather_dim, packed, group_size, outs, cut, largest)
 
 
 def matmul_reduce_scatter(
-    x: Shape,
-    w: Shape,
-    reduce_op: str,
-    scatter_dim: int,
-    group_size: int,
-    splits: Splits = EVEN,
+    x: Shape, w: Shape, reduce_op: str, scatter_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
     """``reduce_scatter(x @ w, reduce_op, scatter_dim)``."""
     _check_group_size(group_size)
@@ -204,6 +166,34 @@ def _push(
         out_shapes=[unpacked[0]],
         k=x[-1],
         facts=facts,
+        cut=cut,
+        largest=largest,
+    )
+
+
+def _gather(
+    gathered: list[int],
+    num_lead: int,
+    w: Shape,
+    gather_dim: int,
+    packed: tuple[list[int], int | None],
+    group_size: int,
+    out_shapes: list[list[int]],
+    cut: Cut | None,
+    largest: Exchange | None,
+) -> Exchange:
+    """The Exchange of gathered @ w, whose blocks along gather_dim come from the ranks."""
+    return Exchange(
+        shape=gathered,
+        num_lead=num_lead,
+        num_batch_dims=len(w) - 2,
+        split_dim=gather_dim,
+        packed=packed,
+        unpacked=(gathered, gather_dim),
+        group_size=group_size,
+        out_shapes=out_shapes,
+        k=w[-2],
+        gathers=True,
         cut=cut,
         largest=largest,
     )
@@ -291,9 +281,7 @@ def _with(shape: Shape, sizes: Mapping[int, int]) -> list[int]:
 
 
 def _gathered(shape: Shape, dim: int, group_size: int) -> list[int]:
-    out = list(shape)
-    out[dim] = out[dim] * group_size
-    return out
+    return _with(shape, {dim: shape[dim] * group_size})
 
 
 def _check_group_size(group_size: int) -> None:

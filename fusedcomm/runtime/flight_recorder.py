@@ -51,11 +51,7 @@ class Record:
         exchange: Exchange | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.op = op
-        self.group_name = group_name
-        self.device = device
-        self.exchange = exchange
-        self.dtype = dtype
+        self.op, self.group_name, self.device, self.exchange, self.dtype = op, group_name, device, exchange, dtype
         self.started = time.monotonic()
 
     @property
