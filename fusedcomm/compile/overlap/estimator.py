@@ -68,7 +68,7 @@ class Estimator:
 
     Args:
         device_type: "cuda" or "cpu".
-        constants: of that device_type; None: the default ones, which are data-sheet figures and guesses.
+        constants: of that device_type; None: the default ones: of one H200, published ones of its links, and guesses.
         ranks_per_node: global ranks 0 to that - 1 are the first node, and so on.
         times: ms by the name of a node, which count in place of an estimate.
 
