@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch  # noqa: F401 it loads the libraries that the native part needs
+
 native: ModuleType | None
 try:
     import fusedcomm.kernels.cpu.native as _native

@@ -85,8 +85,7 @@ def run(args: argparse.Namespace) -> int:
         with world.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, args.quick)
     except OSError as error:
-        how = "set FUSEDCOMM_CACHE_DIR to a directory of yours"
-        return console.fail("tune", f"cannot write {error.filename}: {error.strerror}; {how}")
+        return console.fail("tune", _cannot_write(error))
     except (ValuesDiffer, RankError) as error:
         return console.fail("tune", world.message(error))
     if result is None:
@@ -97,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("tune", result.failed)
     _print(result, world_size)
     return 0
+
+
+def _cannot_write(error: OSError) -> str:
+    return f"cannot write {error.filename}: {error.strerror}; set FUSEDCOMM_CACHE_DIR to a directory of yours"
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:

@@ -64,8 +64,8 @@ def costs(gm: GraphModule, estimator: Estimator) -> dict[str, NodeCost]:
 
 
 def moved_ms(num_bytes: float, launches: int = 1) -> float:
-    """The time to move bytes on a default GPU: 1.6 TB/s read and 1.6 TB/s written, 3 us per kernel."""
-    return num_bytes / 3.2e9 + launches * 3e-3
+    """The time to move bytes on a default GPU: half of them are read, half written, and a kernel takes 3 us."""
+    return num_bytes / (2e-3 * GPU.copy_bandwidth) + launches * 3e-3
 
 
 # collectives
@@ -150,10 +150,16 @@ def test_matmuls_and_what_torch_knows_the_flop_of() -> None:
 
     found = costs(traced(program, (4096, 8192), (8192, 4096)), Estimator("cuda"))
     tiles = 8 * 132  # 32 x 32 tiles of 128 x 128, in waves of 132
-    assert found["mm"].compute_ms == pytest.approx(2 * 8192 * tiles * 128**2 / 790e9 + 0.003)
-    assert found["bmm"].compute_ms == pytest.approx(2 * 8192 * 16 * 132 * 128**2 / 790e9 + 0.003)
+    assert found["mm"].compute_ms == pytest.approx(
+        2 * 8192 * tiles * 128**2 / (1e-3 * GPU.matmul_flops["bfloat16"]) + 0.003
+    )
+    assert found["bmm"].compute_ms == pytest.approx(
+        2 * 8192 * 16 * 132 * 128**2 / (1e-3 * GPU.matmul_flops["bfloat16"]) + 0.003
+    )
     narrow = costs(traced(program, (16, 8192), (8192, 4096)), Estimator("cuda"))["mm"]  # reads w for longer
-    assert narrow.compute_ms == pytest.approx(2 * (16 * 8192 + 8192 * 4096 + 16 * 4096) / 3.35e9 + 0.003)
+    assert narrow.compute_ms == pytest.approx(
+        2 * (16 * 8192 + 8192 * 4096 + 16 * 4096) / (1e-3 * GPU.memory_bandwidth) + 0.003
+    )
 
 
 def test_views_waits_and_sizes_cost_nothing(mesh: Any) -> None:
