@@ -26,7 +26,7 @@ from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.table import OPS
-from fusedcomm.ops.whole_group import MatmulSize
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 from fusedcomm.runtime.group import store
 from fusedcomm.runtime.members import member
 from fusedcomm.runtime.vote import agree
