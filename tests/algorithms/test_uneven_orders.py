@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import chunk_matmul, chunked, kernel_launch, transport
+from fusedcomm.algorithms import chunked, kernel_launch, transport
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
 from fusedcomm.runtime.workspace import Call, Workspace

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch, tiles
+from fusedcomm.algorithms import kernel_launch
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
