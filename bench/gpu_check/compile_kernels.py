@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.algorithms import tiles
 from fusedcomm.bench.gpu_check import (
     child,
     graphs,
@@ -34,7 +33,8 @@ from fusedcomm.bench.gpu_check import (
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus
-from fusedcomm.runtime import signals, topology
+from fusedcomm.runtime import topology
+from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 
 META = torch.device("meta")
@@ -83,7 +83,7 @@ def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return H100
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Target(10 * found.major + found.minor, tiles.architecture(device), found.multi_processor_count)
+    return Target(10 * found.major + found.minor, topology.architecture(device), found.multi_processor_count)
 
 
 def compile_job(job: Job, target: Target) -> int:
@@ -96,12 +96,12 @@ def compile_job(job: Job, target: Target) -> int:
 @contextmanager
 def _tiles_for(target: Target) -> Iterator[None]:
     """Tensors without memory get the tile sizes that the target's get."""
-    saved = tiles.architecture, topology.num_sms
-    tiles.architecture, topology.num_sms = lambda device: target.table, lambda device: target.num_sms
+    saved = topology.architecture, topology.num_sms
+    topology.architecture, topology.num_sms = lambda device: target.table, lambda device: target.num_sms
     try:
         yield
     finally:
-        tiles.architecture, topology.num_sms = saved
+        topology.architecture, topology.num_sms = saved
 
 
 def jobs_of_right() -> Iterator[tuple[str, Job]]:
@@ -137,14 +137,14 @@ def _calls(calls: list[GpuCall]) -> Iterator[tuple[str, Job]]:
 def _signals(group_size: int) -> None:
     """What `chunked` launches beside the kernels of `fused`."""
     own = VirtualGroup(group_size, 128, META).workspaces[0]
-    signals.begin_push(own)
-    signals.signal(own, None, FINGERPRINT)
-    signals.wait_source(0, own, FINGERPRINT)
-    signals.wait(own, FINGERPRINT)
+    launch_now.begin_push(own)
+    launch_now.signal(own, None, FINGERPRINT)
+    launch_now.wait_source(0, own, FINGERPRINT)
+    launch_now.wait(own, FINGERPRINT)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for end_round in (False, True):
             out = torch.empty(4096, dtype=dtype, device=META)
-            signals.finish(out, own, FINGERPRINT, end_round=end_round)
+            launch_now.finish(out, own, FINGERPRINT, end_round=end_round)
 
 
 def _matmul(kernel: Callable[..., kernel_speed.KernelProblem], shape: kernel_speed.MatmulShape) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fusedcomm.algorithms import tiles
+from fusedcomm.runtime import topology
 
 
 class CompilerDriver:
@@ -34,14 +34,14 @@ def compiling(arch: int) -> Iterator[list[Any]]:
     from triton.runtime.jit import JITFunction
 
     compiled: list[Any] = []
-    run, architecture = JITFunction.run, tiles.architecture
+    run, architecture = JITFunction.run, topology.architecture
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     driver.set_active(CompilerDriver(arch))
-    JITFunction.run, tiles.architecture = compile_only, lambda device: arch
+    JITFunction.run, topology.architecture = compile_only, lambda device: arch
     try:
         yield compiled
     finally:
-        JITFunction.run, tiles.architecture = run, architecture
+        JITFunction.run, topology.architecture = run, architecture

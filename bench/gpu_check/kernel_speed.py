@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.plan import tiles
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
 from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
@@ -92,7 +93,7 @@ def push(x: Tensor, w: Tensor) -> KernelProblem:
     start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
     numel = x.shape[:-1].numel() * w.shape[-1]
     out = workspace.buffers[0][start : start + numel * x.itemsize].view(x.dtype).view(*x.shape[:-1], w.shape[-1])
-    return KernelProblem(workspace, out, lambda: kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT))
+    return KernelProblem(workspace, out, lambda: launch_now.push(x, w, None, spans, workspace, FINGERPRINT))
 
 
 def gather(x: Tensor, w: Tensor, all_sms: bool = False) -> KernelProblem:
@@ -101,11 +102,11 @@ def gather(x: Tensor, w: Tensor, all_sms: bool = False) -> KernelProblem:
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = _workspace(exchange, x)
     out = x.new_empty(exchange.out_shape)
-    kernel_launch.pack(x, spans, workspace, FINGERPRINT)
+    launch_now.pack(x, spans, workspace, FINGERPRINT)
     return KernelProblem(
         workspace,
         out,
-        lambda: kernel_launch.gather_matmul(
+        lambda: launch_now.gather_matmul(
             out, w, None, spans, workspace, FINGERPRINT, end_round=False, all_sms=all_sms
         ),
     )
@@ -133,7 +134,7 @@ def unpack(exchange: Exchange, group_size: int, device: torch.device) -> tuple[K
 
     def run() -> None:
         _epoch(workspace).zero_()
-        kernel_launch.unpack(out, spans, workspace, FINGERPRINT)
+        launch_now.unpack(out, spans, workspace, FINGERPRINT)
 
     return KernelProblem(workspace, out, run), parts.view(group_size, *exchange.block)
 
@@ -147,7 +148,7 @@ def reduce(shape: MatmulShape, group_size: int, device: torch.device) -> tuple[K
 
     def run() -> None:
         _epoch(workspace).zero_()
-        kernel_launch.reduce(out, spans, None, 1.0, workspace, FINGERPRINT)
+        launch_now.reduce(out, spans, None, 1.0, workspace, FINGERPRINT)
 
     return KernelProblem(workspace, out, run), parts
 

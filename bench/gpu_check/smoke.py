@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall, first_of
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange, RoundSpans
-from fusedcomm.runtime import signals, triton_probe
+from fusedcomm.runtime import triton_probe
 from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
@@ -41,17 +41,17 @@ def signal(device: torch.device) -> None:
 
 def round_without_data(device: torch.device) -> None:
     workspace = workspace_of(128, device)
-    signals.begin_push(workspace)
-    signals.signal(workspace, None, FINGERPRINT)
-    signals.wait(workspace, FINGERPRINT)
+    launch_now.begin_push(workspace)
+    launch_now.signal(workspace, None, FINGERPRINT)
+    launch_now.wait(workspace, FINGERPRINT)
     _check(workspace)
 
 
 def wait_source_and_finish(device: torch.device) -> None:
     workspace, out = workspace_of(128, device), torch.ones(64, dtype=DTYPE, device=device)
-    signals.signal(workspace, 0, FINGERPRINT)
-    signals.wait_source(0, workspace, FINGERPRINT)
-    signals.finish(out, workspace, FINGERPRINT, end_round=True)
+    launch_now.signal(workspace, 0, FINGERPRINT)
+    launch_now.wait_source(0, workspace, FINGERPRINT)
+    launch_now.finish(out, workspace, FINGERPRINT, end_round=True)
     _check(workspace)
     _expect(out, torch.ones_like(out))
 
@@ -59,9 +59,9 @@ def wait_source_and_finish(device: torch.device) -> None:
 def pack_and_unpack(device: torch.device) -> None:
     x, w, _ = operands(device)
     spans, workspace = prepared(shapes.all_gather_matmul(x.shape, [w.shape], 0, 1), device)
-    kernel_launch.pack(x, spans, workspace, FINGERPRINT)
+    launch_now.pack(x, spans, workspace, FINGERPRINT)
     out = torch.full_like(x, torch.nan)
-    kernel_launch.unpack(out, spans, workspace, FINGERPRINT)
+    launch_now.unpack(out, spans, workspace, FINGERPRINT)
     _check(workspace)
     _expect(out, x)
 
@@ -69,9 +69,9 @@ def pack_and_unpack(device: torch.device) -> None:
 def push(device: torch.device) -> None:
     x, w, y = operands(device)
     spans, workspace = prepared(shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 1), device)
-    kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT)
+    launch_now.push(x, w, None, spans, workspace, FINGERPRINT)
     out = torch.full_like(y, torch.nan)
-    kernel_launch.unpack(out, spans, workspace, FINGERPRINT)
+    launch_now.unpack(out, spans, workspace, FINGERPRINT)
     _check(workspace)
     _expect(out, y)
 
@@ -79,9 +79,9 @@ def push(device: torch.device) -> None:
 def push_and_reduce(device: torch.device) -> None:
     x, w, y = operands(device)
     spans, workspace = prepared(shapes.matmul_reduce_scatter(x.shape, w.shape, "sum", 0, 1), device)
-    kernel_launch.push(x, w, None, spans, workspace, FINGERPRINT)
+    launch_now.push(x, w, None, spans, workspace, FINGERPRINT)
     out = torch.full_like(y, torch.nan)
-    kernel_launch.reduce(out, spans, None, 1.0, workspace, FINGERPRINT)
+    launch_now.reduce(out, spans, None, 1.0, workspace, FINGERPRINT)
     _check(workspace)
     _expect(out, y)
 
@@ -89,9 +89,9 @@ def push_and_reduce(device: torch.device) -> None:
 def pack_and_gather(device: torch.device) -> None:
     x, w, y = operands(device)
     spans, workspace = prepared(shapes.all_gather_matmul(x.shape, [w.shape], 0, 1), device)
-    kernel_launch.pack(x, spans, workspace, FINGERPRINT)
+    launch_now.pack(x, spans, workspace, FINGERPRINT)
     out = torch.full_like(y, torch.nan)
-    kernel_launch.gather_matmul(out, w, None, spans, workspace, FINGERPRINT, end_round=True)
+    launch_now.gather_matmul(out, w, None, spans, workspace, FINGERPRINT, end_round=True)
     _check(workspace)
     _expect(out, y)
 

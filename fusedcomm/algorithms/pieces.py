@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
-from fusedcomm.algorithms.transport import add_in_order, copy_between
 from fusedcomm.geometry.exchange import ALIGNED, aligned_numel
 from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
+from fusedcomm.plan.copies import copy_between
+from fusedcomm.run.now import Now
+from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime.group import find
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.rank_order import peers_of, sources_of
@@ -65,7 +67,7 @@ class Piece:
 
     def __init__(self, call: Call, spans: RoundSpans, buffers: Buffers) -> None:
         self.group, self.exchange, self.spans, self.buffers = find(call.group_name), call.exchange, spans, buffers
-        self.backend_sums = call.backend_sums
+        self.backend_sums, self.now = call.backend_sums, Now(buffers.like.device)
         self.rank, self.group_size = buffers.rank, call.exchange.group_size
         self.step = aligned_numel(spans.chunk_numel, buffers.like.itemsize)
         self.wait_for: Callable[[], object] | None = None  # the collective that is under way
@@ -134,13 +136,13 @@ class Piece:
         if packed is not None or not self.own_is_there:
             chunk = self._own() if packed is None else self._packed(packed, self.rank)
             with lane("copy", self.rank):
-                copy_between(self._place(out, self.rank), chunk)
+                copy_between(self.now, self._place(out, self.rank), chunk)
 
     def unpack(self, out: Tensor) -> None:
         """Copy what has come to its place in ``out``."""
         for src_rank in sources_of(self.rank, self.group_size)[1:]:
             with lane("copy", src_rank):
-                copy_between(self._place(out, src_rank), self._received(src_rank))
+                copy_between(self.now, self._place(out, src_rank), self._received(src_rank))
 
     def reduce(self, out: Tensor, bias: Tensor | None, scale: float) -> None:
         """Add what has come, and the own chunk, in rank order: ``out = sum * scale + bias``; or what the backend has

@@ -23,8 +23,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.algorithms.pieces import Piece, run
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
+from fusedcomm.run.now import Now
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.workspace import Call
 
@@ -32,7 +33,7 @@ from fusedcomm.runtime.workspace import Call
 def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     out = x.new_empty(call.exchange.out_shape) if out is None else out
-    matmul = PushedMatmul(x, w, bias, call.exchange)
+    matmul = PushedMatmul(Now(x.device), x, w, bias, call.exchange)
 
     def multiply(piece: Piece) -> None:
         piece.push(matmul, out)
@@ -57,7 +58,7 @@ def push_reduce(
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     out = x.new_empty(call.exchange.out_shape) if out is None else out
-    matmul = PushedMatmul(x, w, partial_bias, call.exchange)
+    matmul = PushedMatmul(Now(x.device), x, w, partial_bias, call.exchange)
 
     def multiply(piece: Piece) -> None:
         piece.push_sum(matmul, scale)
@@ -82,7 +83,7 @@ def push_reduce_gather(
     """``all_reduce(x @ w + partial_bias) * scale + bias``: an all_to_all of terms, then an all_gather of sums."""
     out = x.new_empty(call.exchange.out_shape) if out is None else out
     reduced = x.new_empty(call.exchange.block)
-    matmul = PushedMatmul(x, w, partial_bias, call.exchange)
+    matmul = PushedMatmul(Now(x.device), x, w, partial_bias, call.exchange)
 
     def multiply(piece: Piece) -> None:
         piece.push_sum(matmul, scale)
@@ -107,7 +108,7 @@ def gather_matmul(
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x itself if asked for."""
     exchange, x = call.exchange, x.contiguous()
     outs = [x.new_empty(shape) for shape in exchange.out_shapes]
-    matmuls = [GatheredMatmul(*each, exchange) for each in zip(outs, ws, biases, strict=True)]
+    matmuls = [GatheredMatmul(Now(x.device), *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # One matmul takes all sources where K is gathered, and all pieces where rows are so few that it mostly reads w.
     by_piece, by_chunk = exchange.splits_columns, not (exchange.splits_columns or exchange.few_rows)
     gathered = x.new_empty(exchange.shape) if return_gathered or not by_chunk else None

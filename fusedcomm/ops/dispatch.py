@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.algorithms import fused, planner
+from fusedcomm.algorithms import planner
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_out
@@ -72,7 +72,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
                     made = spec.algorithms[name](call, *operands)
                     if seen is not None:
                         seen.call, seen.kind = call, record.kind()
-                    if kernels is not None and fused.loads_for_capture(call, x.dtype.itemsize):
+                    if kernels is not None and call.ran.schedule.can_be_captured:
                         ours.loaded.add((kernels, call.memory.slot_bytes))
                     return results(spec, x, made)
             # without the lock, as gloo's waits may be long

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.kernels.triton.bundles import SegmentLayout
 from fusedcomm.plan.schedule import (
     Await,
     Base,
@@ -53,12 +54,26 @@ class Device(NamedTuple):
     """The facts of a group's devices that schedules depend on."""
 
     is_gpu: bool = False
-    architecture: int = 0  # 10 * major + minor of the compute capability; 0 for the interpreter
+    has_heap: bool = False  # of results that peers write
+    architecture: int = 0  # the key of the tables of tiles; 0 for Triton's interpreter
+    triton: tuple[int, ...] = ()  # its version
     num_sms: int = 1
     shares_gpu: bool = False
     writes_by_stream: bool = False  # whether a stream sets flags without a kernel
     allow_tf32: bool = False
-    has_heap: bool = False  # of results that peers write
+    for_capture: bool = False  # whether a CUDA graph has, or will have, rounds of this workspace
+    least_copied: int = 0  # bytes of a run that copy engines send beside a kernel that waits
+
+    @property
+    def has_tma(self) -> bool:
+        return self.architecture >= 90
+
+    def num_programs(self, kind: str) -> int:
+        """Programs of a persistent kernel. All run at the same time; those that wait leave SMs to those that send."""
+        pack = max(1, self.num_sms // 8)
+        if kind == "gather":  # a pack kernel runs beside it
+            return max(1, self.num_sms - pack)
+        return {"push": self.num_sms, "gather alone": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
 
 
 class Memory(NamedTuple):
@@ -69,6 +84,7 @@ class Memory(NamedTuple):
     usable_bytes: int  # of a slot
     slot_bytes: int  # from one slot to the next
     max_chunk_bytes: int
+    layout: SegmentLayout
 
 
 class Builder:
@@ -83,6 +99,8 @@ class Builder:
         self.inputs = [None if each is None else self._input(i, each) for i, each in enumerate(inputs)]
         slots = range(self.group_size)
         self._slots = [self._base(Base.SLOT, owner, memory.usable_bytes) for owner in slots]
+        layout = memory.layout
+        self._segment = self._base(Base.SEGMENT, self.rank, layout.header_bytes + layout.num_slots * memory.slot_bytes)
         self._posted = [self._base(Base.POSTED, owner, 1 << 50) for owner in slots]
         self._steps: list[Step] = []
         self._results: list[Result] = []
@@ -100,7 +118,7 @@ class Builder:
         return self._know(t, Base.INPUT, index)
 
     def _base(self, base: Base, index: int, num_bytes: int) -> Tensor:
-        return self._know(torch.empty(num_bytes, dtype=torch.uint8, device="meta"), base, index)
+        return self._know(_stand_in((num_bytes,), torch.uint8), base, index)
 
     def _know(self, t: Tensor, base: Base, index: int) -> Tensor:
         self._kept.append(t)
@@ -110,12 +128,12 @@ class Builder:
     def result(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool = False) -> Tensor:
         """``posted``: peers may write it."""
         self._results.append(Result(tuple(shape), dtype, posted))
-        return self._know(torch.empty(shape, dtype=dtype, device="meta"), Base.RESULT, len(self._results) - 1)
+        return self._know(_stand_in(shape, dtype), Base.RESULT, len(self._results) - 1)
 
     def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._temporaries.append(self._temporary_bytes)
         self._temporary_bytes += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return self._know(torch.empty(shape, dtype=dtype, device="meta"), Base.TEMPORARY, len(self._temporaries) - 1)
+        return self._know(_stand_in(shape, dtype), Base.TEMPORARY, len(self._temporaries) - 1)
 
     def max_chunk_numel(self, dtype: torch.dtype) -> int:
         return self.memory.max_chunk_bytes // dtype.itemsize
@@ -126,6 +144,10 @@ class Builder:
         numel = getattr(spans.at(peer), of_peer).size
         start = src_rank * spans.chunk_numel * dtype.itemsize
         return self._slots[owner][start : start + numel * dtype.itemsize].view(dtype)
+
+    def slots(self, dtype: torch.dtype) -> Tensor:
+        """All of this rank's slots, flat."""
+        return self._segment[self.memory.layout.header_bytes :].view(dtype)
 
     def posted(self, dst_rank: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The result of dst_rank in its heap, flat: there if `Test.POSTED` says so."""
@@ -173,14 +195,14 @@ class Builder:
             return
         if out.shape[0] == 1:
             x, w, out = x[0], w[0], out[0]
-        self.add(Multiply(self.place(out), self.place(x), self.place(w), self._optional(bias), adds))
+        self.add(Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds))
 
     def reduce(self, out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
         """``out = sum(parts) * scale + bias``, flat; bias [N] repeats."""
         if out.numel():
-            self.add(Reduce(self.place(out), tuple(map(self.place, parts)), self._optional(bias), scale))
+            self.add(Reduce(self.place(out), tuple(map(self.place, parts)), self.optional(bias), scale))
 
-    def _optional(self, t: Tensor | None) -> Place | None:
+    def optional(self, t: Tensor | None) -> Place | None:
         return None if t is None else self.place(t)
 
     @contextmanager
@@ -231,3 +253,7 @@ class Builder:
             self._num_events,
             tuple(map(self.place, returned)),
         )
+
+
+def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided((math.prod(shape),), (1,), dtype=dtype, device="meta").view(*shape)

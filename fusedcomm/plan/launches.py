@@ -1,7 +1,312 @@
+"""Steps that launch the Triton kernels: arguments, tile sizes, and the number of programs. Triton is not imported.
+
+A kernel that sends never waits, and one that waits never sends.
+"""
+
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 
-def __getattr__(name: str) -> Any:
-    raise NotImplementedError(name)
+from fusedcomm.geometry.spans import RoundSpans, Span
+from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Traits, Unpacked
+from fusedcomm.plan import tiles
+from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.descriptors import (
+    are_multiples_of_16,
+    can_describe_slots,
+    can_describe_w,
+    can_describe_x,
+    column_shift,
+    describe_slots,
+    describe_w,
+    describe_x,
+    row_step,
+)
+from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
+
+# Otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have.
+_ALL_REGISTERS = 255
+_MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
+_POISON_BLOCK = 1024  # elements that one program makes NaN at a time
+
+
+def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans) -> None:
+    """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it. x [..., K]; w [K, N] or [..., K, N]."""
+    if spans.chunk_numel == 0:
+        signal(s, None)
+        return
+    num_m = x.shape[-2]  # rows per batch; unused where w has no batches
+    if w.shape[-2] == 0:  # the kernel needs K > 0
+        x, w = _zeros(s, x, *x.shape[:-1], 1), _zeros(s, x, *w.shape[:-2], 1, w.shape[-1])
+    x, w = s.contiguous(s.reshape(x, x.shape[:-1].numel(), x.shape[-1])), _matrices(s, w)
+    num_k = w.shape[1]
+    describable = can_describe_x(s, x) and can_describe_w(s, w)
+    shift = column_shift(w, spans.columns)
+    shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, s.group_size)
+    if describable and s.device.has_tma:
+        shape = replace(shape, shift=shift)
+    config = _matmul_config(s, x, shape, "push", describable, aligned=shift == 0)
+    use_tma = s.device.has_tma and describable and tiles.boxes(config, shape)
+    traits = Traits(
+        use_tma,
+        w.stride(2) != 1,
+        tiles.in_runs(spans.rows, config.block_m),
+        tiles.in_runs(spans.columns, config.block_n),
+        num_k % config.block_k == 0,
+        s.device.allow_tf32,
+        shift=shape.shift if use_tma else 0,
+    )
+    arguments = (
+        describe_x(s, x, config) if use_tma else s.place(x),
+        *_weights(s, w, bias, config, use_tma),
+        *_of_matmul(s, w, num_m, spans, config, traits),
+    )
+    num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
+    options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma)}
+    _launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
+
+
+def pack(s: Builder, t: Tensor, spans: RoundSpans, *, own: bool = True, all_sms: bool = False) -> None:
+    """Copy every dst_rank's part of ``t`` into its slot, and signal it; the own chunk comes first.
+
+    Without ``own`` this rank's chunk is signalled alone: it is taken from ``t`` itself.
+
+    Without ``all_sms`` this kernel may run on a stream of its own beside the kernel that consumes the round. What
+    follows that kernel must then wait for this one.
+    """
+    assert t.is_contiguous()
+    if spans.pack.size == 0:
+        signal(s, None)
+        return
+    _copies(s, "copy.pack_kernel", t, spans.pack, "push" if all_sms else "pack", own)
+
+
+def gather_matmul(
+    s: Builder,
+    out: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    spans: RoundSpans,
+    *,
+    end_round: bool,
+    all_sms: bool = False,
+    own: bool = True,
+) -> None:
+    """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
+
+    out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
+    follows. ``all_sms``: no kernel runs beside it that must send. Without ``own`` this rank's rows are in ``out``.
+    """
+    assert out.is_contiguous()
+    num_m = out.shape[-2]  # rows per batch; unused where w has no batches
+    w = _matrices(s, w)
+    _, num_k, num_n = w.shape
+    split_k = spans.columns.size != num_k
+    assert own or not split_k
+    kind = "gather alone" if all_sms else "gather"
+    shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own))
+    describable = can_describe_slots(spans, s.group_size) and can_describe_w(s, w)
+    aligned = are_multiples_of_16(spans.columns.size * w.itemsize, row_step(w) * w.itemsize)
+    config = _matmul_config(s, out, shape, kind, describable, aligned)
+    use_tma = s.device.has_tma and describable
+    in_runs = tiles.in_runs(spans.columns, config.block_k)
+    traits = Traits(
+        use_tma,
+        w.stride(2) != 1,
+        tiles.in_runs(spans.rows, config.block_m),
+        in_runs,
+        _in_whole_blocks(spans.columns, config.block_k, in_runs),
+        s.device.allow_tf32,
+        split_k,
+        own,
+        end_round,
+    )
+    num_tiles = tiles.num_tiles(config, shape)
+    if num_tiles * shape.count == 0:
+        if end_round:
+            wait(s)
+        return
+    if not own:  # after a failure the kernel counts this rank's tiles too
+        assert num_tiles * s.group_size <= _MOST_TILES
+    arguments = (
+        s.place(out),
+        describe_slots(s, spans, out.dtype, config) if use_tma else None,
+        *_weights(s, w, bias, config, use_tma),
+        *_of_matmul(s, w, num_m, spans, config, traits),
+    )
+    options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
+    num_programs = _num_programs(s, kind, num_tiles * shape.count)
+    _launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
+
+
+def unpack(s: Builder, out: Tensor, spans: RoundSpans, *, end_round: bool = True, own: bool = True) -> None:
+    """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
+    assert out.is_contiguous()
+    if spans.unpack.size == 0:
+        if end_round:
+            wait(s)
+        return
+    _copies(s, "copy.unpack_kernel", out, spans.unpack, "unpack", Unpacked(end_round, own))
+
+
+def reduce(s: Builder, out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float) -> None:
+    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
+
+    A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
+    """
+    span = spans.at(s.rank).pack
+    assert out.is_contiguous() and span.inner >= span.size
+    assert scale in (1.0, 1.0 / s.group_size)
+    if span.size == 0:
+        wait(s)
+        return
+    block, num_warps = tiles.reduce_block(s.device.architecture)
+    arguments = (
+        s.place(out),
+        _vector(s, bias),
+        Table(),
+        Reduced(span.size, span.start, spans.chunk_numel),
+        1 if bias is None else bias.numel(),
+        s.memory.slot_bytes,
+        *_of_round(s),
+        scale != 1.0,
+        block,
+    )
+    num_programs = _num_programs(s, "reduce", -(-span.size // block))
+    _launch(s, "reduce.reduce_kernel", num_programs, arguments, num_warps=num_warps, maxnreg=_ALL_REGISTERS)
+
+
+def begin_push(s: Builder) -> None:
+    """Call this before a round's first copy to a peer on this stream. Kernels that push do the same themselves."""
+    _launch(s, "handshake.begin_push_kernel", 1, (Table(), s.rank, s.memory.layout), num_warps=1)
+
+
+def signal(s: Builder, dst_rank: int | None) -> None:
+    """Signal one rank, or all ranks from rank + 1 on, that the chunks before it on the stream are there."""
+    first = (s.rank + 1) % s.group_size if dst_rank is None else dst_rank
+    assert 0 <= first < s.group_size, f"dst_rank must be in [0, {s.group_size}), got {dst_rank}"
+    count = s.group_size if dst_rank is None else 1
+    _launch(s, "handshake.signal_kernel", 1, (Table(), first, count, *_of_round(s)), num_warps=1)
+
+
+def wait_source(s: Builder, src_rank: int) -> None:
+    """Wait for one rank's signal, so that the stream may read its chunk. ``finish`` must follow the reads."""
+    assert 0 <= src_rank < s.group_size, f"src_rank must be in [0, {s.group_size}), got {src_rank}"
+    _launch(s, "handshake.wait_source_kernel", 1, (Table(), src_rank, *_of_round(s)), num_warps=1)
+
+
+def wait(s: Builder) -> None:
+    """Wait for all ranks' signals and end a round in which nothing is to be read."""
+    _finish(s, None, end_round=True)
+
+
+def finish(s: Builder, out: Tensor, *, end_round: bool) -> None:
+    """Make ``out`` NaN if a wait has failed or the slot was given up. Call this on the stream of a round's reads."""
+    assert out.is_contiguous()
+    _finish(s, out, end_round)
+
+
+def _finish(s: Builder, out: Tensor | None, end_round: bool) -> None:
+    numel = 0 if out is None else out.numel()
+    arguments = s.optional(out), numel, Table(), *_of_round(s), _POISON_BLOCK, end_round
+    _launch(s, "handshake.finish_kernel", 1, arguments, num_warps=1)
+
+
+def loadable(s: Builder, w: Tensor) -> Tensor:
+    """w with K or N contiguous, as the kernels take it: a copy only where neither is."""
+    return w if 1 in w.stride()[-2:] else s.contiguous(w)
+
+
+def _launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
+    s.add(Launch(kernel, num_programs, arguments, tuple(options.items())))
+
+
+def _num_programs(s: Builder, kind: str, num_tiles: int) -> int:
+    assert num_tiles <= _MOST_TILES, f"a kernel counts at most {_MOST_TILES} tiles, got {num_tiles}"
+    return min(s.device.num_programs(kind), num_tiles)
+
+
+def _zeros(s: Builder, x: Tensor, *shape: int) -> Tensor:
+    """The product of matrices without a K: x has no element here."""
+    made = s.temporary(shape, x.dtype)
+    numel = math.prod(shape)
+    s.multiply(x.as_strided((1, numel, 0), (0, 0, 1)), x.as_strided((1, 0, 1), (0, 1, 1)), None, made.view(1, numel, 1))
+    return made
+
+
+def _matrices(s: Builder, w: Tensor) -> Tensor:
+    """w as the kernels take it: [num_batches, K, N], K or N contiguous."""
+    w = loadable(s, w)
+    return s.reshape(w, w.shape[:-2].numel(), *w.shape[-2:])
+
+
+def _weights(
+    s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool
+) -> tuple[Any, Place | None]:
+    return describe_w(s, w, config) if use_tma else s.place(w), _vector(s, bias)
+
+
+def _vector(s: Builder, bias: Tensor | None) -> Place | None:
+    return None if bias is None else s.place(s.contiguous(bias))
+
+
+def _of_round(s: Builder) -> tuple[Fingerprint, int, SegmentLayout]:
+    return Fingerprint(), s.rank, s.memory.layout
+
+
+def _of_matmul(
+    s: Builder, w: Tensor, num_m: int, spans: RoundSpans, config: tiles.TileConfig, traits: Traits
+) -> tuple[Any, ...]:
+    """The arguments of push_matmul_kernel and gather_matmul_kernel behind their tensors."""
+    _, num_k, num_n = w.shape
+    return (
+        Table(),
+        (tuple(spans.batches), tuple(spans.rows), tuple(spans.columns)),  # Triton takes three times as long for named
+        Sizes(num_m, num_n, num_k, *w.stride(), spans.chunk_numel, s.memory.slot_bytes),
+        *_of_round(s),
+        config,
+        traits,
+    )
+
+
+def _copies(s: Builder, kernel: str, t: Tensor, span: Span, kind: str, traits: bool | Unpacked) -> None:
+    """Launch pack_kernel or unpack_kernel. Its programs share the tiles of one chunk after the other."""
+    config = tiles.copy_config(s.device.architecture, span, t.itemsize)
+    arguments = s.place(t), Table(), tuple(span), s.memory.slot_bytes, *_of_round(s), config, traits
+    num_programs = _num_programs(s, kind, tiles.num_copies(config, span))
+    _launch(s, kernel, num_programs, arguments, num_warps=config.num_warps)
+
+
+def _in_whole_blocks(columns: Span, block_k: int, in_runs: bool) -> bool:
+    """Whether no block of K ends early."""
+    return columns.size == 0 or columns.inner % block_k == 0 or (not in_runs and columns.size % block_k == 0)
+
+
+def _matmul_config(
+    s: Builder, t: Tensor, shape: tiles.Shape, kind: str, describable: bool, aligned: bool
+) -> tiles.TileConfig:
+    """Tile sizes for operands of t's dtype."""
+    device = s.device
+    describable = describable and device.has_tma
+    num_programs = device.num_programs(kind)
+    return tiles.matmul_config(
+        device.architecture, t.dtype, shape, num_programs, describable, device.allow_tf32, aligned
+    )
+
+
+def _num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:
+    """On Hopper and later Triton before 3.7 leaves out the fence that tensor cores need behind copies by pointer
+    (cp.async). With one stage it makes none: data go through registers, whose stores it fences.
+    """
+    unfenced = s.device.has_tma and not use_tma and s.device.triton < (3, 7)
+    return 1 if unfenced else config.num_stages
+
+
+def _gather_shape(spans: RoundSpans, num_n: int, count: int) -> tiles.Shape:
+    """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
+    columns = Span(num_n, 0, max(num_n, 1), 0, 0)
+    return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count)

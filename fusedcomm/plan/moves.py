@@ -119,6 +119,8 @@ class Moves:
             part = self._chunk(spans, dst_rank)
             if dst_rank == self.rank:
                 own = own_place(spans, self.rank, out)
+                if spans.by_peer and self.ended:  # _unpack_parts of the round before may write all of out
+                    s.after(MAIN, self.ended[-1])
                 self._multiply(matmul, spans, dst_rank, part if own is None else own)
                 s.join(SENDS, MAIN)
             else:
@@ -230,8 +232,21 @@ class Moves:
                     self.wait(src_rank)
                 copy_between(s, _in_result(spans, rank, out), packed)
             is_there = packed is not None or own_place(spans, rank, out) is not None
-            launches.unpack(s, out, spans, own=not is_there)
+            if spans.by_peer:
+                self._unpack_parts(spans, out, self.sources[is_there:], waits=packed is None)
+            else:
+                launches.unpack(s, out, spans, own=not is_there)
         self._end_round()
+
+    def _unpack_parts(self, spans: RoundSpans, out: Tensor, sources: Sequence[int], waits: bool) -> None:
+        """The work of unpack_kernel, which takes chunks of one size alone."""
+        s = self.s
+        for src_rank in sources:
+            if waits and src_rank != self.rank:
+                self.wait(src_rank)
+            copy_between(s, _in_result(spans, src_rank, out), s.chunk(self.rank, src_rank, spans, self.dtype))
+        s.join(READS, MAIN)  # a failure makes all of out NaN, also where MAIN reads
+        launches.finish(s, out, end_round=True)
 
     def reduce(self, spans: RoundSpans, out: Tensor, bias: Tensor | None, scale: float) -> None:
         """Wait for all chunks, add them in rank order in float32, round once, and end the round."""
@@ -271,7 +286,7 @@ class Moves:
     def _end_round(self) -> None:
         s = self.s
         self.ended = [*self.ended, s.event(READS)][-NUM_SLOTS:]
-        s.add(EndRound())
+        s.add(EndRound(by_kernel=True))
 
     def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:
         """The own chunk in dst_rank's slot."""

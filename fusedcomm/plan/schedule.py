@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -124,8 +125,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel. ``arguments``: Places, `Described` Places, numbers, None and tuples of these, as the kernel
-    takes them, with `Table` for the addresses of all segments.
+    """A Triton kernel. ``arguments`` as it takes them: Places, `Described`, `Table`, `Fingerprint`, and values that are
+    the same in all runs.
     """
 
     kernel: str  # module.function in fusedcomm.kernels.triton
@@ -147,6 +148,10 @@ class Table(NamedTuple):
     """The addresses of all ranks' segments, int64 [R]."""
 
 
+class Fingerprint(NamedTuple):
+    """The number that tells the call from others, in the flags of its rounds."""
+
+
 @dataclass(frozen=True)
 class Record:
     """The event is all that is on the stream so far."""
@@ -163,7 +168,12 @@ class Await:
 
 @dataclass(frozen=True)
 class EndRound:
-    """This rank's part of a round is launched (on GPUs) or done (on CPUs): the epoch is counted, slots change."""
+    """This rank's part of a round is launched or done: the epoch is counted, slots change.
+
+    ``by_kernel``: a kernel counts the epoch on the device, when it has read the last chunk.
+    """
+
+    by_kernel: bool = False
 
 
 Work = Multiply | Copy | Reduce | Signal | Wait | Post | Ask | Mark | Launch | Record | Await | EndRound
@@ -216,7 +226,7 @@ class Schedule:
     def num_rounds(self) -> int:
         return sum(isinstance(step.work, EndRound) for step in self.steps)
 
-    @property
+    @cached_property
     def can_be_captured(self) -> bool:
         """Whether replays of a CUDA graph may run it: no address or flag of it changes with the epoch."""
         places = (place for step in self.steps for place in places_of(step.work))

@@ -33,6 +33,7 @@ from fusedcomm.run.launching import launch
 from fusedcomm.run.now import multiply
 from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime import stream_writes
+from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.workspace import Workspace
 
 
@@ -41,7 +42,11 @@ def run(
 ) -> list[Tensor]:
     """The tensors that the call returns. A round that fails or is left half way breaks the workspace."""
     execution = Execution(schedule, workspace, op, fingerprint, inputs)
-    execution.steps()
+    try:
+        execution.steps()
+    except BaseException:
+        execution.join()
+        raise
     return [execution.tensor(place) for place in schedule.returned]
 
 
@@ -60,10 +65,11 @@ class Execution:
         self.posted: dict[int, Tensor] = {}  # by rank: the result that it has posted in this round
         self.has_posted = False
         self.events: dict[int, torch.cuda.Event] = {}
-        self.streams: list[torch.cuda.Stream] = []
+        self.streams: dict[Stream, torch.cuda.Stream] = {}
         if device.type == "cuda":
-            main = torch.cuda.current_stream(device)
-            self.streams = [main, workspace.side_stream(), workspace.reading_stream()]
+            self.streams[Stream.MAIN] = torch.cuda.current_stream(device)
+            for stream in {step.stream for step in schedule.steps} - {Stream.MAIN}:
+                self.streams[stream] = workspace.side_stream() if stream == Stream.SENDS else workspace.reading_stream()
 
     @property
     def epoch(self) -> int:
@@ -82,15 +88,22 @@ class Execution:
                 with self._on(step.stream):
                     self.step(step.work, step.stream)
 
+    def join(self) -> None:
+        """End a call that is left half way: memory of the call may be used again, on the caller's stream."""
+        if self.streams and not is_capturing(self.workspace.device):
+            for stream in self.streams.values():
+                self.streams[Stream.MAIN].wait_stream(stream)
+
     def step(self, work: Any, stream: Stream) -> None:
         match work:
             case Multiply():
-                self._multiply(work)
+                x, w, out = self.tensor(work.x), self.tensor(work.w), self.tensor(work.out)
+                multiply(x, w, self._optional(work.bias), out, adds=work.adds)
             case Copy():
                 self.tensor(work.to).copy_(self.tensor(work.source))
             case Reduce():
-                bias = None if work.bias is None else self.tensor(work.bias)
-                add_in_order(self.tensor(work.out), [self.tensor(each) for each in work.parts], bias, work.scale)
+                parts = [self.tensor(each) for each in work.parts]
+                add_in_order(self.tensor(work.out), parts, self._optional(work.bias), work.scale)
             case Signal():
                 self._signal(work.dst_rank, stream)
             case Wait():
@@ -108,17 +121,18 @@ class Execution:
             case Await():
                 self.streams[stream].wait_event(self.events[work.event])
             case EndRound():
-                self.workspace.end_round(self.op, self.fingerprint)
-                self.has_posted = False
+                self._end_round(work.by_kernel)
 
     def tensor(self, place: Place) -> Tensor:
         """A Place's tensor in this run and round."""
         base, start = self._base(place), place.offset
         if place.base == Base.TEMPORARY:
             start += self.schedule.temporaries[place.number]
+        elif place.base == Base.SLOT:
+            start += self.workspace.slot_start(self.epoch)
         start += int(base.storage_offset()) * base.itemsize
-        made = torch.empty(0, dtype=place.dtype, device=base.device)
-        return made.set_(base.untyped_storage(), start // place.dtype.itemsize, place.sizes, place.strides)
+        typed = base if base.dtype == place.dtype else base.view(place.dtype)
+        return typed.as_strided(place.sizes, place.strides, start // place.dtype.itemsize)
 
     def _base(self, place: Place) -> Tensor:
         match place.base:
@@ -133,19 +147,27 @@ class Execution:
             case Base.POSTED:
                 return self.posted[place.number]
             case Base.SLOT:
-                return self.workspace.buffers[place.number][self.workspace.slot_start(self.epoch) :]
+                return self.workspace.buffers[place.number]
             case Base.SEGMENT:
                 return self.workspace.buffers[place.number]
 
-    def _multiply(self, work: Multiply) -> None:
-        bias = None if work.bias is None else self.tensor(work.bias)
-        multiply(self.tensor(work.x), self.tensor(work.w), bias, self.tensor(work.out), adds=work.adds)
+    def _optional(self, place: Place | None) -> Tensor | None:
+        return None if place is None else self.tensor(place)
 
     def _signal(self, dst_rank: int, stream: Stream) -> None:
         if self.streams:
             stream_writes.write(self.streams[stream], *self.workspace.flag(dst_rank, self.epoch, self.fingerprint))
         else:
             self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
+
+    def _end_round(self, by_kernel: bool) -> None:
+        self.has_posted = False
+        if not by_kernel:
+            self.workspace.end_round(self.op, self.fingerprint)
+            return
+        self.workspace.launched(captured=is_capturing(self.workspace.device))
+        if not self.streams:  # kernels in Triton's interpreter
+            self.workspace.check(self.op)
 
     def _answer(self, ask: Ask) -> bool:
         workspace = self.workspace

@@ -188,7 +188,7 @@ class Member:
             workspace.handshake(op, fingerprint)
             return
         with ordered(workspace), workspace.guarded(op):
-            signals.signal(workspace, None, fingerprint)
+            signals.signal(workspace, fingerprint)
             signals.wait(workspace, fingerprint)
         torch.cuda.synchronize(self.device)
         workspace.check(op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -110,6 +111,21 @@ def _must_prove(device: torch.device) -> bool:
 def tf32_allowed() -> bool:
     """Whether float32 matmuls of this rank may round their inputs to TF32: torch's own switch."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def architecture(device: torch.device) -> int:
+    """The key of a device's tables in fusedcomm.plan.tiles. sm_120 has neither wgmma nor tcgen05, so it is sm_80's."""
+    if device.type != "cuda":
+        return 0
+    major, _ = torch.cuda.get_device_capability(device)
+    return major * 10 if major in (9, 10) else 80
+
+
+@functools.cache
+def triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(number) for number in triton.__version__.split(".")[:2])
 
 
 def num_sms(device: torch.device) -> int:

@@ -22,16 +22,13 @@ _MOST_LETTERS = 200
 class _OwnSegment:
     """The segment of a group of one rank, without slots."""
 
-    rank, group_size, slot_bytes = 0, 1, 0
+    rank, group_size = 0, 1
 
     def __init__(self, device: torch.device) -> None:
         self.layout = HeaderLayout(self.group_size)
         self.segment_layout = self.layout.for_kernels
         self.segment = torch.zeros(self.layout.header_bytes, dtype=torch.uint8, device=device)
         self.segments: Tensor = torch.tensor([self.segment.data_ptr()], dtype=torch.int64, device=device)
-
-    def num_programs(self, kind: str) -> int:
-        return 1
 
     def flag(self, epoch: int) -> int:
         """The word that this rank has signalled; it waits for the kernel."""
@@ -43,7 +40,7 @@ def cannot_launch(device: torch.device) -> str | None:
     """Why Triton cannot run a kernel on ``device``, or None if one has just run."""
     try:
         own = _OwnSegment(device)
-        signals.signal(own, None, _FINGERPRINT)
+        signals.signal(own, _FINGERPRINT)
         flag = own.flag(1)
     except subprocess.CalledProcessError as error:  # what it says is on stderr
         compiler = Path(str(error.cmd[0])).name

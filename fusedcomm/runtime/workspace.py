@@ -24,9 +24,9 @@ from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
 from fusedcomm.plan.builder import Device, Memory
-from fusedcomm.runtime import canaries, tape, topology
+from fusedcomm.runtime import canaries, stream_writes, tape, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
-from fusedcomm.runtime.captures import is_capturing
+from fusedcomm.runtime.captures import is_capturing, is_for_capture
 from fusedcomm.runtime.departures import KILLED, Departures
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.outside_modes import outside_modes
@@ -110,6 +110,7 @@ class Workspace:
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
         self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.calls`
+        self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.launching`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
         self._side_stream: torch.cuda.Stream | None = None
@@ -160,13 +161,6 @@ class Workspace:
         self.num_sms = max(1, self.num_sms // num_ranks)
         self.shares_gpu = num_ranks > 1
 
-    def num_programs(self, kind: str) -> int:
-        """Programs of a persistent kernel. All run at the same time; those that wait leave SMs to those that send."""
-        pack = max(1, self.num_sms // 8)
-        if kind == "gather":  # a pack kernel runs beside it
-            return max(1, self.num_sms - pack)
-        return {"push": self.num_sms, "gather alone": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
-
     def check_rank(self, rank: int) -> None:
         """Check a rank before memory is addressed by it: -1 would be another rank's, others outside all segments."""
         assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
@@ -176,10 +170,23 @@ class Workspace:
 
     def memory_facts(self) -> Memory:
         limit = min(self.usable_bytes, MOST_SLOT_BYTES) // self.group_size
-        return Memory(self.rank, self.group_size, self.usable_bytes, self.slot_bytes, limit)
+        return Memory(self.rank, self.group_size, self.usable_bytes, self.slot_bytes, limit, self.segment_layout)
 
     def device_facts(self) -> Device:
-        return Device(self.device.type == "cuda", has_heap=self.results is not None)
+        is_gpu, architecture = self.device.type == "cuda", topology.architecture(self.device)
+        is_proof = self.least_copied == 0  # which is in no capture
+        return Device(
+            is_gpu=is_gpu,
+            has_heap=self.results is not None,
+            architecture=architecture,
+            triton=topology.triton_version() if architecture else (),
+            num_sms=self.num_sms,
+            shares_gpu=self.shares_gpu,
+            writes_by_stream=is_gpu and stream_writes.available(self.device),
+            allow_tf32=topology.tf32_allowed(),
+            for_capture=self.captured or (not is_proof and is_for_capture(self.device)),
+            least_copied=self.least_copied,
+        )
 
     def streams(self) -> list[torch.cuda.Stream]:
         """The streams of its own, SENDS and READS of `fusedcomm.plan.schedule.Stream`; none on a CPU."""

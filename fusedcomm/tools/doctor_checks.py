@@ -104,7 +104,7 @@ def atomics(rank: int, device_type: str) -> str:
     workspace = members.member(group.group_name, device).workspace_for(0, "fusedcomm doctor", FINGERPRINT)
     for _ in range(SIGNALS):
         with ordered(workspace), workspace.guarded("fusedcomm doctor"):
-            signals.signal(workspace, None, FINGERPRINT)
+            signals.signal(workspace, FINGERPRINT)
             signals.wait(workspace, FINGERPRINT)
         workspace.launched(captured=False)
     fusedcomm.synchronize()

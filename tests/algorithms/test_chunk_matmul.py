@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms import chunk_matmul
-from fusedcomm.runtime.workspace import Round
+from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.in_place import after_peers, in_place_from, without_tapes
 from tests.helpers.on_ranks import on_ranks
@@ -43,21 +42,21 @@ def test_what_several_ranks_get_is_multiplied_once(rank: int, name: str) -> None
     """Columns of each matmul, and signals, in their order."""
     case, wanted = ORDER[name]
     seen: list[str] = []
-    multiply, signal = torch.mm, Round.signal
+    multiply, signal = torch.mm, Workspace.signal
 
     def spied_multiply(*args: Any, **kwargs: Any) -> Tensor:
         seen.append(str(args[1].shape[-1]))
         return multiply(*args, **kwargs)
 
-    def spied_signal(self: Round, dst_rank: int) -> None:
+    def spied_signal(self: Workspace, dst_rank: int, *round: int) -> None:
         seen.append(f"to {dst_rank}")
-        signal(self, dst_rank)
+        signal(self, dst_rank, *round)
 
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         inputs = case.inputs(4)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chunk_matmul.torch, "mm", spied_multiply)
-            patch.setattr(Round, "signal", spied_signal)
+            patch.setattr(torch, "mm", spied_multiply)
+            patch.setattr(Workspace, "signal", spied_signal)
             out = case.call(inputs[rank], group, 4)
         assert torch.equal(out, case.expected(inputs)[rank])
         assert rank != 1 or seen == wanted, seen

@@ -8,27 +8,23 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.algorithms import chunk_matmul
-from fusedcomm.algorithms.transport import CpuTransport
+from fusedcomm.plan.schedule import Multiply, Wait
+from fusedcomm.run.python_executor import Execution
 
 
 def order(rank: int, dtype: torch.dtype, kept: bool) -> list[str]:
     """The order of what a call with K gathered does."""
     did: list[str] = []
-    wait, multiply = CpuTransport.wait, chunk_matmul._multiply
+    step = Execution.step
 
-    def waits(*args: Any) -> None:
-        did.append("wait")
-        wait(*args)
-
-    def multiplies(*args: Any) -> None:
-        did.append("matmul")
-        multiply(*args)
+    def does(self: Execution, work: Any, *rest: Any) -> None:
+        if isinstance(work, Wait | Multiply):
+            did.append("wait" if isinstance(work, Wait) else "matmul")
+        step(self, work, *rest)
 
     x, w = torch.ones(256, 256, dtype=dtype), torch.ones(512, 8, dtype=dtype, requires_grad=kept)
     with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
-        patch.setattr(CpuTransport, "wait", waits)
-        patch.setattr(chunk_matmul, "_multiply", multiplies)
+        patch.setattr(Execution, "step", does)
         y = fusedcomm.all_to_all_matmul(x, w, 1, 0)
     assert torch.equal(y.detach(), torch.full((128, 8), 512.0, dtype=dtype))
     return did

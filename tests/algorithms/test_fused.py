@@ -8,42 +8,48 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.algorithms import fused
-from fusedcomm.runtime import stream_writes
+import fusedcomm
+from fusedcomm.plan import fused
+from fusedcomm.plan.builder import Device
+from fusedcomm.runtime import stream_writes, topology
+from fusedcomm.testing.virtual import VirtualGroup
 
 MIB = 1 << 20
 
 
+GPU = Device(is_gpu=True, writes_by_stream=True, least_copied=MIB)
+
+
 @pytest.mark.parametrize(
-    ("change", "sends"),
+    ("device", "run_bytes", "sends"),
     [
-        ({}, True),
-        ({"run_bytes": MIB - 2}, False),  # copies of short runs take SMs
-        ({"device": "cpu"}, False),
-        ({"captured": True}, False),  # the host does not know the epoch
-        ({"shares_gpu": True}, False),  # copies within a GPU take SMs
-        ({"for_capture": True}, False),  # a graph would fix the slots
-        ({"for_capture": True, "least_copied": 0}, True),  # a proof before a capture
-        ({"writes_words": False}, False),  # kernels that signal take SMs
-        ({"run_bytes": 2, "least_copied": 0}, True),  # a proof
+        (GPU, MIB, True),
+        (GPU, MIB - 2, False),  # copies of short runs take SMs
+        (GPU._replace(is_gpu=False), MIB, False),
+        (GPU._replace(for_capture=True), MIB, False),  # a graph would fix the slots, and move the epoch
+        (GPU._replace(shares_gpu=True), MIB, False),  # copies within a GPU take SMs
+        (GPU._replace(writes_by_stream=False), MIB, False),  # kernels that signal take SMs
+        (GPU._replace(least_copied=0), 2, True),  # a proof
     ],
     ids=str,
 )
-def test_copy_engines_send_only_what_takes_no_sms(
-    change: dict[str, Any], sends: bool, monkeypatch: pytest.MonkeyPatch
+def test_copy_engines_send_only_what_takes_no_sms(device: Device, run_bytes: int, sends: bool) -> None:
+    exchange: Any = SimpleNamespace(sent_run=run_bytes // 2)
+    assert fused.copy_engines_send(exchange, device, 2) == sends
+
+
+@pytest.mark.parametrize(
+    ("captured", "least_copied", "for_capture"),
+    [(True, MIB, True), (False, MIB, True), (False, 0, False), (True, 0, True)],
+)
+def test_a_workspace_knows_what_is_for_a_capture(
+    captured: bool, least_copied: int, for_capture: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"run_bytes": MIB, "device": "cuda", "for_capture": False, "writes_words": True, **change}
-    monkeypatch.setattr(fused, "is_for_capture", lambda device: given["for_capture"])
-    monkeypatch.setattr(stream_writes, "available", lambda device: given["writes_words"])
-    workspace = SimpleNamespace(
-        device=torch.device(given["device"]),
-        captured=given.get("captured", False),
-        shares_gpu=given.get("shares_gpu", False),
-        least_copied=given.get("least_copied", MIB),
-    )
-    exchange = SimpleNamespace(sent_run=given["run_bytes"] // 2, gathers=True)
-    call: Any = SimpleNamespace(workspace=workspace, exchange=exchange)
-    assert fused._copy_engines_send(call, 2) == sends
-    assert fused.loads_for_capture(call, 2) != sends  # a graph has the kernel that sends
-    exchange.gathers = False
-    assert fused.loads_for_capture(call, 2)
+    """Inside `before_capture` every call is, but for a proof, and a workspace of graphs always."""
+    (found,) = VirtualGroup(1, 128, "cpu").workspaces
+    found.device, found.captured, found.least_copied = torch.device("cuda"), captured, least_copied
+    for name in ("architecture", "triton_version"):
+        monkeypatch.setattr(topology, name, lambda *args: 0)
+    monkeypatch.setattr(stream_writes, "available", lambda device: True)
+    with fusedcomm.before_capture():
+        assert found.device_facts().for_capture == for_capture

@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import fused
-from fusedcomm.algorithms.transport import CudaTransport
-from fusedcomm.runtime import launch_order, segment, signals
+from fusedcomm.plan import fused, launches
+from fusedcomm.plan.builder import Builder, Device
+from fusedcomm.plan.moves import Moves
+from fusedcomm.runtime import launch_order, segment
 from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
@@ -134,15 +135,15 @@ def test_signals_by_kernels_do_not_race() -> None:
 
 def test_a_round_that_ends_before_its_signals_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The own signal, sent first, no longer says that the others are sent."""
-    send = CudaTransport.send
+    signal = Moves._signal
 
-    def own_first(self: Any, round: Any, dst_rank: int, chunk: torch.Tensor) -> None:
-        if dst_rank == round.peers()[0]:
-            self._signal(round, round.workspace.rank)
-        if dst_rank != round.workspace.rank:
-            send(self, round, dst_rank, chunk)
+    def own_first(self: Moves, dst_rank: int) -> None:
+        if dst_rank == self.peers[0]:
+            signal(self, self.rank)
+        if dst_rank != self.rank:
+            signal(self, dst_rank)
 
-    monkeypatch.setattr(CudaTransport, "send", own_first)
+    monkeypatch.setattr(Moves, "_signal", own_first)
     world = dataclasses.replace(world_of(3, "chunked"), writes_words=False)
     assert any("race" in text and "signal_kernel" in text for text in found(world, calls(PROBLEMS[:1], backward=False)))
 
@@ -151,14 +152,8 @@ PUSH, ROWS, COLUMNS, SUM = PROBLEMS[0], PROBLEMS[3], PROBLEMS[4], PROBLEMS[6]
 
 
 def test_memory_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = CudaTransport.send
-
-    def drops(self: Any, *args: Any) -> None:
-        send(self, *args)
-        self.staging.clear()
-        self.copied.clear()
-
-    monkeypatch.setattr(CudaTransport, "send", drops)
+    """A call whose end does not come after its copies."""
+    monkeypatch.setattr(Moves, "end", lambda self: None)
     texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
     assert texts and all("memory is used again too early" in text for text in texts)
 
@@ -171,13 +166,13 @@ def test_a_single_slot_is_a_race(algorithm: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_missing_signal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal = CudaTransport._signal
+    signal = Moves._signal
 
-    def never_first(self: Any, round: Any, dst_rank: int) -> None:
-        if self.workspace.rank != 0:
-            signal(self, round, dst_rank)
+    def never_first(self: Moves, dst_rank: int) -> None:
+        if self.rank != 0:
+            signal(self, dst_rank)
 
-    monkeypatch.setattr(CudaTransport, "_signal", never_first)
+    monkeypatch.setattr(Moves, "_signal", never_first)
     texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
     assert any("nobody signals" in text and "src_rank=0" in text for text in texts)
 
@@ -193,9 +188,9 @@ def test_no_wait_is_blocked(group_size: int, algorithm: str) -> None:
 
 
 def test_a_gather_that_fills_all_sms_before_its_pack_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workspace, "num_programs", lambda self, kind: self.num_sms)
+    monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
     monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
-    monkeypatch.setattr(signals, "wait_source", lambda *args: None)
+    monkeypatch.setattr(launches, "wait_source", lambda *args: None)
     texts = blocked(large_world(2, "fused"), calls(LARGE[1:2], backward=False))
     assert any("pack_kernel may find no room" in text and "gather_matmul_kernel" in text for text in texts)
 
@@ -214,13 +209,13 @@ def test_strided_copies_beside_a_gather_that_leaves_no_registers(
     monkeypatch.setitem(KERNELS, "gather_matmul_kernel", Footprint(8, 255, 229_408))
     program = calls([problem], backward=False)
     assert not blocked(large_world(2, "fused"), program)
-    monkeypatch.setattr(fused, "_copy_engines_send", lambda call, itemsize: True)
+    monkeypatch.setattr(fused, "copy_engines_send", lambda *args: True)
     assert any("copy_" in text and "may find no room" in text for text in blocked(large_world(2, "fused"), program))
 
 
 def test_waits_in_opposite_orders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the order of `launch_order`, one group's copy-out holds the SMs that the other group's push needs."""
-    monkeypatch.setattr(Workspace, "num_programs", lambda self, kind: self.num_sms)
+    monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
 
     def program(recorder: Any) -> None:
         streams = [torch.cuda.Stream() for _ in recorder.groups]
@@ -250,7 +245,7 @@ def test_a_gather_beside_nccl_is_behind_the_start_of_its_pack(monkeypatch: pytes
     """A kernel sends a small chunk, or one in a graph. Without the wait it may find no room, or NCCL's may not."""
     monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
     assert not found(large_world(2, "fused"), beside_nccl) and not blocked(large_world(2, "fused"), beside_nccl)
-    monkeypatch.setattr(signals, "wait_source", lambda *args: None)
+    monkeypatch.setattr(launches, "wait_source", lambda *args: None)
     assert blocked(large_world(2, "fused"), beside_nccl)
 
 
@@ -263,13 +258,12 @@ def test_copies_of_a_fused_gather_do_not_race(group_size: int, monkeypatch: pyte
 
 def test_a_copy_engine_that_starts_before_the_last_round_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Workspace, "least_copied", 0)
-    copy = fused._copy
+    send = fused._send
 
-    def early(x: torch.Tensor, round: Any, own: bool) -> None:
-        side = round.workspace.side_stream()
+    def early(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(side, "wait_stream", lambda other: None)
-            copy(x, round, own)
+            patch.setattr(Builder, "join", lambda *args: None)
+            return send(*args)
 
-    monkeypatch.setattr(fused, "_copy", early)
+    monkeypatch.setattr(fused, "_send", early)
     assert any("race" in text for text in found(world_of(2, "fused"), calls(PROBLEMS[1:4], backward=False)))

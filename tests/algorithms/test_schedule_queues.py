@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import fused, kernel_launch
-from fusedcomm.algorithms.transport import CudaTransport
-from fusedcomm.runtime import signals
+from fusedcomm.plan import fused, launches
+from fusedcomm.plan.moves import Moves
+from fusedcomm.plan.schedule import Stream
 from fusedcomm.runtime.workspace import Workspace
 from tests.algorithms.test_schedule import BATCHED, FEW_ROWS, LARGE, PROBLEMS, SLOT_BYTES, STRIDED
 from tests.algorithms.test_uneven_schedule import CASES as UNEVEN
@@ -116,25 +115,25 @@ def hang_in_one_queue(recordings: list[Recording]) -> bool:
     return any("in one queue" in text for text in hangs(recordings)) and not (order.cyclic or order.unmatched)
 
 
-REVERSALS: dict[str, tuple[Any, str, Problem, Callable[..., tuple[Workspace, int]]]] = {
-    "chunked": (CudaTransport, "send", PROBLEMS[0], lambda _, round, *rest: (round.workspace, round.fingerprint)),
-    "fused": (kernel_launch, "push", PROBLEMS[0], lambda *args: args[4:6]),
-    "fused, by copy engines": (fused, "_copy", PROBLEMS[3], lambda _, round, own: (round.workspace, round.fingerprint)),
-    "fused, by kernels": (kernel_launch, "pack", PROBLEMS[3], lambda *args, **options: args[2:4]),
+REVERSALS: dict[str, tuple[Any, str, Problem]] = {
+    "chunked": (Moves, "_push_staged", PROBLEMS[0]),
+    "fused": (launches, "push", PROBLEMS[0]),
+    "fused, by copy engines": (fused, "_send", PROBLEMS[3]),
+    "fused, by kernels": (launches, "pack", PROBLEMS[3]),
 }
 
 
 @pytest.mark.parametrize("name", REVERSALS)
 def test_a_wait_that_is_launched_before_a_send_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is on a stream of its own, so it holds up no send there."""
-    holder, function, problem, facts = REVERSALS[name]
+    holder, function, problem = REVERSALS[name]
     send = getattr(holder, function)
 
-    def behind_a_wait(*args: Any, **options: Any) -> Any:
-        workspace, fingerprint = facts(*args, **options)
-        with torch.cuda.stream(workspace.reading_stream()):
-            signals.wait_source(1 - workspace.rank, workspace, fingerprint)
-        return send(*args, **options)
+    def behind_a_wait(first: Any, *args: Any, **options: Any) -> Any:
+        s = first.s if isinstance(first, Moves) else first
+        with s.on(Stream.READS):
+            launches.wait_source(s, 1 - s.rank)
+        return send(first, *args, **options)
 
     monkeypatch.setattr(holder, function, behind_a_wait)
     monkeypatch.setattr(Workspace, "least_copied", WAYS[name].least_copied)
@@ -156,13 +155,12 @@ def test_a_gather_on_all_sms_before_its_copies_have_begun_is_found(
     beside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be behind a kernel that finds no room, in two queues and not in one."""
-    copy = fused._copy
+    send = fused._send
 
-    def unheard(*args: Any) -> torch.cuda.Event:
-        copy(*args)
-        return torch.cuda.Event()
+    def unheard(*args: Any) -> None:
+        send(*args)
 
-    monkeypatch.setattr(fused, "_copy", unheard)
+    monkeypatch.setattr(fused, "_send", unheard)
     program = beside_nccl(LARGE[1]) if beside == "NCCL" else on_two_streams(LARGE)
     texts = hangs(WAYS["fused"].world(2, LARGE_SLOT, 1 if beside == "NCCL" else 2).record(program))
     assert texts and all("may find no room" in text for text in texts)

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime import signals
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Device
 from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.problems import Problem
 from tests.helpers.schedule import start_program
@@ -84,9 +85,9 @@ def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatc
 
     world = World(2, 1 << 26, "fused")
     assert simulate(world.record(program), H200).total < 3e-3
-    monkeypatch.setattr(Workspace, "num_programs", lambda self, kind: self.num_sms)
+    monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
     monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
-    monkeypatch.setattr(signals, "wait_source", lambda *args: None)
+    monkeypatch.setattr(launches, "wait_source", lambda *args: None)
     recordings = world.record(program)
     with pytest.raises(AssertionError, match=r"never end: .*pack_kernel"):
         simulate(recordings, H200)

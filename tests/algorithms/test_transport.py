@@ -1,4 +1,4 @@
-"""What `chunked` computes by CudaTransport, without a GPU, in random orders that its streams, events and flags allow.
+"""What `chunked` computes on GPUs, without one, in random orders that its streams, events and flags allow.
 
 tests/helpers/schedule/random_orders.py runs them. All ranks' hosts are far ahead: they enqueue everything first.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +16,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import chunked, transport
-from fusedcomm.algorithms.transport import CudaTransport
+from fusedcomm.algorithms import chunked
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.workspace import Call, Round, Workspace
+from fusedcomm.plan import chunk_matmul, copies
+from fusedcomm.plan import chunked as plan
+from fusedcomm.plan.builder import Device
+from fusedcomm.run import calls
+from fusedcomm.run.python_executor import Execution
+from fusedcomm.runtime.workspace import Call, Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
@@ -156,7 +159,7 @@ def test_three_ranks_with_signals_by_kernels_are_right(problem: Problem) -> None
 def test_few_rows_and_copies_of_single_runs_are_right(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """One matmul for all chunks, before they are sent or when all are there."""
     monkeypatch.setattr(exchange, "FEW_ROWS", 128)
-    monkeypatch.setattr(transport, "_LONG_RUN", 1)
+    monkeypatch.setattr(copies, "_LONG_RUN", 1)
     check([0], problem, 3, by_product=True, num_calls=1)
 
 
@@ -166,15 +169,15 @@ class LeftError(Exception):
 
 def left_half_way(problem: Any, monkeypatch: pytest.MonkeyPatch, run: type[Run] = Run) -> Run:
     """Rank 0 raises at a signal of its second round, when its streams have begun it."""
-    signal = CudaTransport._signal
+    signal = Execution._signal
 
-    def leaves(self: CudaTransport, round: Round, dst_rank: int) -> None:
-        if (round.epoch, round.workspace.rank) == (2, 0):
+    def leaves(self: Execution, *args: Any) -> None:
+        if (self.epoch, self.workspace.rank) == (2, 0):
             raise LeftError
-        signal(self, round, dst_rank)
+        signal(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CudaTransport, "_signal", leaves)
+        patch.setattr(Execution, "_signal", leaves)
         return run(problem, num_calls=1, leaves=LeftError)
 
 
@@ -202,35 +205,32 @@ def test_a_rank_that_leaves_and_tells_nobody_is_found(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("interrupted", [1, 2])
-@pytest.mark.parametrize("after", [False, True])
-def test_ctrl_c_in_the_join_leaves_both_streams_joined(interrupted: int, after: bool) -> None:
-    """It may come before or after either wait."""
-    (workspace, _), waited = VirtualGroup(2, SLOT_BYTES, "cpu").workspaces, list[Any]()
+def test_ctrl_c_at_the_end_leaves_both_streams_joined(interrupted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may come before either wait of the caller's stream for the others."""
+    workspace, joined = VirtualGroup(2, SLOT_BYTES, "cpu").workspaces[0], list[Any]()
+
+    def step(self: Execution, work: Any, stream: Any) -> None:
+        left = len(self.schedule.steps) - next(i for i, each in enumerate(self.schedule.steps) if each.work is work)
+        if left == interrupted:
+            main = self.streams[stream]
+            monkeypatch.setattr(main, "wait_stream", joined.append, raising=False)
+            raise KeyboardInterrupt
+        run(self, work, stream)
+
+    run = Execution.step
     with Gpus([workspace]).enqueue_all():
-        made = CudaTransport(workspace)
-        calls = 0
-
-        def wait_stream(stream: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls != interrupted or after:
-                waited.append(stream)
-            if calls == interrupted:
-                raise KeyboardInterrupt
-
-        with mock.patch.object(made.main, "wait_stream", wait_stream), pytest.raises(KeyboardInterrupt):
-            made.join()
-        assert made.sends in waited and made.reads in waited
-
-
-def staging_of_eight_rounds(monkeypatch: pytest.MonkeyPatch) -> float:
-    """How many chunks of staging each of 3 ranks allocates."""
-    cut_in(8, monkeypatch)
-    run = Run(Problem("tokens", (16, 5), 4, 0, 1), 3, num_calls=1)
-    assert run.workspaces[0].epoch == 8
-    return run.gpus.allocated.count((2 * 4,)) / 3  # flat
+        monkeypatch.setattr(Execution, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            call(PUSH, workspace, integers(PUSH, 0, 2, BF16), False, chunked)
+        assert {workspace.side_stream(), workspace.reading_stream()} <= set(joined)
 
 
 def test_each_round_takes_the_staging_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "rounds", WHOLE_ROUNDS)
-    assert staging_of_eight_rounds(monkeypatch) == 2
+    cut_in(8, monkeypatch)
+    problem, workspace = Problem("tokens", (16, 5), 4, 0, 1), VirtualGroup(3, SLOT_BYTES, "cpu").workspaces[0]
+    x, w, _ = integers(problem, 0, 3, BF16)
+    made = Call(problem.op, FINGERPRINT, problem.exchange(x, w, 3), workspace)
+    monkeypatch.setattr(workspace, "device_facts", lambda: Device(is_gpu=True))
+    schedule = calls.schedule_of(made, plan.push_matmul, x, w, None, None)
+    assert schedule.num_rounds == 8 and len(schedule.temporaries) == 2  # one for each peer

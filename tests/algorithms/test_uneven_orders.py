@@ -1,4 +1,4 @@
-"""Parts of different sizes by CudaTransport, as on GPUs, without one, in random orders.
+"""Parts of different sizes by `chunked`, as on GPUs, without one, in random orders.
 
 tests/helpers/schedule/random_orders.py runs them. Integers are exact, and all begins as NaN.
 """
@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import chunked, kernel_launch, transport
+from fusedcomm.algorithms import chunked
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
+from fusedcomm.plan import chunk_matmul, launches, moves
 from fusedcomm.runtime.workspace import Call, Workspace
 from tests.algorithms.test_transport import FINGERPRINT, Run, cut_in, left_half_way
 from tests.helpers.schedule.random_orders import NoProgressError
@@ -111,7 +112,7 @@ def goes_wrong(name: str) -> bool:
 
 def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reduction of the smaller part, whose sources' chunks lie as far apart as the largest are long."""
-    monkeypatch.setattr(kernel_launch, "Reduced", lambda size, start, apart: (size, start, size))
+    monkeypatch.setattr(launches, "Reduced", lambda size, start, apart: (size, start, size))
     assert goes_wrong("summed")
 
 
@@ -124,5 +125,5 @@ def test_a_call_that_a_peer_leaves_gives_nan(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_chunk_that_is_copied_before_it_comes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport.CudaTransport, "wait", lambda *args: None)
+    monkeypatch.setattr(moves.Moves, "wait", lambda *args: None)
     assert goes_wrong("heads")

@@ -43,8 +43,14 @@ IN_PLACE = {  # steps of a call whose results peers can write
 FUSED = {
     **ENTER,
     **{
-        f"launch-{name}": f"fusedcomm.algorithms.kernel_launch:{name}"
-        for name in ("push", "pack", "gather_matmul", "reduce", "unpack")
+        f"launch-{name}": f"fusedcomm.kernels.triton.{module}:{kernel}.run"
+        for name, module, kernel in (
+            ("push", "push_matmul", "push_matmul_kernel"),
+            ("pack", "copy", "pack_kernel"),
+            ("gather_matmul", "gather_matmul", "gather_matmul_kernel"),
+            ("reduce", "reduce", "reduce_kernel"),
+            ("unpack", "copy", "unpack_kernel"),
+        )
     },
     "signal": "fusedcomm.kernels.triton.rounds:signal",
     "wait": "fusedcomm.kernels.triton.rounds:wait",
@@ -57,7 +63,7 @@ BY_ALGORITHM = {
         **GROWTH,
         **CHUNKED,
         **IN_PLACE,
-        "result": "fusedcomm.algorithms.transport:CpuTransport.result",
+        "result": "fusedcomm.runtime.workspace:Workspace.empty",
     },
     "fused": FUSED,
 }

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.spans import Range, Span, block_shape, span
+from fusedcomm.plan.chunk_matmul import PushedMatmul
+from fusedcomm.run.now import Now
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import Problem, integers
 
@@ -48,7 +49,7 @@ def test_long_interleaved_runs_are_multiplied_in_place() -> None:
         for spans in exchange.rounds(exchange.chunk_numel):
             for dst_rank in range(2):
                 chunk = torch.full((exchange.chunk_numel,), float("nan"))
-                PushedMatmul(x, w, None, exchange)(spans, dst_rank, chunk)
+                PushedMatmul(Now(x.device), x, w, None, exchange)(spans, dst_rank, chunk)
                 torch.testing.assert_close(chunk.view(exchange.block), y.chunk(2, scatter_dim)[dst_rank])
 
 

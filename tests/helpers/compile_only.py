@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime import signals
+from fusedcomm.plan.builder import Device, Memory
+from fusedcomm.runtime import topology
 from fusedcomm.runtime.segment import HeaderLayout
+from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order
 from tests.helpers.narrow_products import narrow_products
 from tests.helpers.ptx_loops import main_loops
@@ -87,10 +88,20 @@ class MetaWorkspace:
         self.slot_bytes = 1 << 29  # as much as the largest gather below takes
         layout = HeaderLayout(GROUP_SIZE)
         self.segment_layout = layout.for_kernels
-        self.segment = torch.empty(layout.segment_bytes(self.slot_bytes), dtype=torch.uint8, device="meta")
+        segment = torch.empty(layout.segment_bytes(self.slot_bytes), dtype=torch.uint8, device="meta")
+        self.buffers, self.device = [segment] * GROUP_SIZE, segment.device
+        self.schedules, self.kernels = dict[Any, Any](), dict[int, Any]()
 
-    def num_programs(self, kind: str) -> int:
-        return {"push": NUM_SMS, "pack": NUM_SMS // 8, "gather": NUM_SMS - NUM_SMS // 8}.get(kind, NUM_SMS // 2)
+    def memory_facts(self) -> Memory:
+        return Memory(RANK, GROUP_SIZE, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)
+
+    def device_facts(self) -> Device:
+        return Device(
+            architecture=topology.architecture(self.device),
+            triton=topology.triton_version(),
+            num_sms=NUM_SMS,
+            allow_tf32=topology.tf32_allowed(),
+        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,11 @@ class PushRound:
 
     def push(self) -> None:
         x, w, bias = self.tensors()
-        kernel_launch.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
+        launch_now.push(x, w, bias, self._spans(), MetaWorkspace(), 1)
 
     def unpack(self) -> None:
         out = torch.empty(self._exchange().out_shape, dtype=self.dtype, device="meta")
-        kernel_launch.unpack(out, self._spans(), MetaWorkspace(), 1)
+        launch_now.unpack(out, self._spans(), MetaWorkspace(), 1)
 
     def _exchange(self) -> Exchange:
         x, w, _ = self.tensors()
@@ -151,7 +162,7 @@ class GatherRound:
     def pack(self) -> None:
         x, exchange = self._meta(*self.shape), self._exchange()
         (spans,) = exchange.rounds(1 << 62)
-        kernel_launch.pack(x, spans, MetaWorkspace(), 1, own=exchange.splits_columns)
+        launch_now.pack(x, spans, MetaWorkspace(), 1, own=exchange.splits_columns)
 
     def gather(self) -> None:
         exchange = self._exchange()
@@ -162,7 +173,7 @@ class GatherRound:
         (spans,) = exchange.rounds(1 << 62)
         out = self._meta(*exchange.out_shape)
         own = exchange.splits_columns
-        kernel_launch.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round, own=own)
+        launch_now.gather_matmul(out, w, bias, spans, MetaWorkspace(), 1, end_round=self.end_round, own=own)
 
     def _meta(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device="meta")
@@ -189,12 +200,12 @@ def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
     vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
-    kernel_launch.reduce(out, spans, vector, scale, MetaWorkspace(), 1)
+    launch_now.reduce(out, spans, vector, scale, MetaWorkspace(), 1)
 
 
 def finish() -> None:
     out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    signals.finish(out, MetaWorkspace(), 1, end_round=True)
+    launch_now.finish(out, MetaWorkspace(), 1, end_round=True)
 
 
 START = PushRound((16, 16192), 4096, 8192, 1, 2, (16, 512), batched=True)  # the start program
@@ -227,10 +238,10 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "reduce average bias", lambda: reduce(torch.bfloat16, bias=True, scale=1 / GROUP_SIZE)
     yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
     yield "finish", finish
-    yield "wait source", lambda: signals.wait_source(0, MetaWorkspace(), 1)
-    yield "begin push", lambda: signals.begin_push(MetaWorkspace())
-    yield "signal", lambda: signals.signal(MetaWorkspace(), None, 1)
-    yield "wait", lambda: signals.wait(MetaWorkspace(), 1)
+    yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)
+    yield "begin push", lambda: launch_now.begin_push(MetaWorkspace())
+    yield "signal", lambda: launch_now.signal(MetaWorkspace(), None, 1)
+    yield "wait", lambda: launch_now.wait(MetaWorkspace(), 1)
 
 
 def gathers() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -12,8 +12,8 @@ from unittest import mock
 from torch import Tensor
 
 from fusedcomm.algorithms import pieces
-from fusedcomm.algorithms.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.cost import in_pieces as cost_in_pieces
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
 
 AS_IT_IS, EARLY, LATE = "as-it-is", "early", "late"
 

@@ -1,8 +1,8 @@
-"""Launches that are kept, beside such that are planned anew, in the pretended driver of tests/helpers/launch_path.py.
+"""Kept schedules and kernels, beside such that are made anew, in the pretended driver of tests/helpers/launch_path.py.
 
     python -m tests.helpers.kept_launches FOLDER ARCH
 
-It prints a line of JSON for each call: as launches are kept, then as if a fact that they are kept by were left out.
+It prints a line of JSON for each call: as calls are kept, then as if a fact that they are kept by were left out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fusedcomm
-from fusedcomm.algorithms import kernel_launch
-from fusedcomm.runtime import launches, signals
+from fusedcomm.plan.builder import Layout, layout_of
+from fusedcomm.run import calls, launching, python_executor
 from tests.helpers.launch_path import ALIGNED, RAGGED, LaunchPath, call, calls_of_views, member
 
 Calls = list[tuple[str, Callable[[], Any]]]  # by name
@@ -32,8 +31,8 @@ Calls = list[tuple[str, Callable[[], Any]]]  # by name
 def kept(path: LaunchPath, *left_out: str) -> Iterator[dict[str, Any]]:
     """Calls on one workspace, each twice.
 
-    What a kept launch gives the device must be what a new one would, and the kernel the one that Triton finds for it.
-    ``left_out``: of what launches are kept by, for negative controls.
+    A kept schedule must be what a new one would be, and the kernel the one that Triton finds for it. ``left_out``: of
+    what calls are kept by, for negative controls.
     """
     inputs: Calls = [(str(each), partial(call, each, torch.bfloat16, False)) for each in [*RAGGED, *ALIGNED]]
     with path.gpu.kept(), fusedcomm.force_algorithm("fused", strict=True), _by_less(left_out):
@@ -46,59 +45,59 @@ def kept(path: LaunchPath, *left_out: str) -> Iterator[dict[str, Any]]:
                 yield {"case": name, "turn": turn, "refused": case["refused"], "launched": launched, **found}
 
 
+class _Less(Layout):
+    """Equal to those that differ in ``left_out`` alone."""
+
+    left_out: Sequence[str] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Less) and self._rest() == other._rest()
+
+    def __hash__(self) -> int:
+        return hash(self._rest())
+
+    def _rest(self) -> tuple[Any, ...]:
+        return tuple(value for name, value in self._asdict().items() if name not in self.left_out)
+
+
 def _by_less(left_out: Sequence[str]) -> AbstractContextManager[Any]:
-    layout: Any = launches._layout
-
-    def less(t: Tensor | None) -> str:
-        facts = zip(("dtype", "shape", "stride", "alignment"), layout(t) or (), strict=False)
-        return str([fact for name, fact in facts if name not in left_out])
-
-    return mock.patch.object(launches, "_layout", less)
+    less = type("Less", (_Less,), {"left_out": left_out})
+    return mock.patch.object(calls, "layout_of", lambda t: less(*layout_of(t)))
 
 
 @contextmanager
 def _compared(path: LaunchPath) -> Iterator[dict[str, Any]]:
-    """Count the launches inside that are kept, and those that are not what new ones would be."""
+    """Count the launches inside that are kept, and the calls and launches that are not what new ones would be."""
     found: dict[str, Any] = {"kept": 0, "wrong": []}
-    launch = launches.Launch.__call__
-    plans: dict[int, Callable[[], Any]] = {}
+    schedule_of = calls.schedule_of
 
-    def of_kind(workspace: Any, plan: Callable[[], Any], *facts: Any, **options: Any) -> Any:
-        kept = launches.of_kind(workspace, plan, *facts, **options)
-        plans[id(kept)] = plan
+    def compared_schedule(call: Any, program: Any, *operands: Any, **facts: Any) -> Any:
+        kept = schedule_of(call, program, *operands, **facts)
+        layouts = [None if t is None else layout_of(t) for t in calls._flat(operands)]
+        if calls._build(call, program, layouts, operands, facts) != kept:
+            found["wrong"].append(program.__name__)
         return kept
 
-    def compared(kept: Any, *tensors: Any) -> None:
-        if kept._compiled is not None:
-            new = plans[id(kept)]()
-            arguments = new._arguments(*tensors)
-            kernel = path._run(new._kernel, *arguments, grid=new._grid, warmup=True, **new._options)
+    def compared_launch(work: Any, workspace: Any, fingerprint: int, tensor: Callable[[Any], Tensor]) -> None:
+        if id(work) in workspace.kernels:
+            arguments = [launching._resolved(each, workspace, fingerprint, tensor) for each in work.arguments]
+            function, options = launching.kernel(work.kernel), dict(work.options)
+            kernel = path._run(function, *arguments, grid=(work.num_programs,), warmup=True, **options)
             found["kept"] += 1
-            same = kernel is kept._compiled and new._grid == kept._grid
-            if not same or _flat(arguments) != _flat(kept._arguments(*tensors)):
-                found["wrong"].append(new._kernel.__name__)
-        launch(kept, *tensors)
+            if kernel is not workspace.kernels[id(work)][1]:
+                found["wrong"].append(work.kernel)
+        launching.launch(work, workspace, fingerprint, tensor)
 
     with (
-        mock.patch.object(kernel_launch, "of_kind", of_kind),
-        mock.patch.object(signals, "of_kind", of_kind),
-        mock.patch.object(launches.Launch, "__call__", compared),
+        mock.patch.object(calls, "schedule_of", compared_schedule),
+        mock.patch.object(python_executor, "launch", compared_launch),
     ):
         yield found
 
 
-def _flat(value: Any) -> Any:
-    """What can be compared: addresses in place of tensors."""
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.dtype
-    if isinstance(value, TensorDescriptor):
-        return _flat(value.base), value.shape, value.strides, value.block_shape
-    return tuple(map(_flat, value)) if isinstance(value, tuple) else value
-
-
 def main(folder: Path, arch: int) -> None:
     path = LaunchPath(folder, arch)
-    for left_out in ((), ("alignment",), ("stride",)):
+    for left_out in ((), ("alignment",), ("strides",)):
         for found in kept(path, *left_out):
             print(json.dumps({"left_out": left_out} | found), flush=True)
 

@@ -9,10 +9,11 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch
-from fusedcomm.algorithms.chunk_matmul import GatheredMatmul
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.plan.chunk_matmul import GatheredMatmul
+from fusedcomm.run.now import Now
+from fusedcomm.testing import launch_now
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Inputs, Problem, expected, expected_by_product, integers
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, assert_results, guarded, virtual_ranks
@@ -80,19 +81,19 @@ def _pushed(
     x, w, bias = inputs
     scale = 1 / rank.group_size if problem.reduce_op == "avg" else 1.0
     partial, bias = (bias, None) if problem.partial or problem.op == "matmul_all_to_all" else (None, bias)
-    kernel_launch.push(x, w, partial, spans, rank, FINGERPRINT)
+    launch_now.push(x, w, partial, spans, rank, FINGERPRINT)
     yield
     if problem.op == "matmul_all_to_all":
-        kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+        launch_now.unpack(out, spans, rank, FINGERPRINT)
     elif problem.op == "matmul_reduce_scatter":
-        kernel_launch.reduce(out, spans, bias, scale, rank, FINGERPRINT)
+        launch_now.reduce(out, spans, bias, scale, rank, FINGERPRINT)
     else:
         block = torch.full(exchange.block, math.nan, dtype=x.dtype)
-        kernel_launch.reduce(block, spans, None, scale, rank, FINGERPRINT)
+        launch_now.reduce(block, spans, None, scale, rank, FINGERPRINT)
         yield
-        kernel_launch.pack(block, spans, rank, FINGERPRINT)
+        launch_now.pack(block, spans, rank, FINGERPRINT)
         yield
-        kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+        launch_now.unpack(out, spans, rank, FINGERPRINT)
 
 
 def _gathered(
@@ -108,14 +109,14 @@ def _gathered(
     x, w, bias = inputs
     ws, biases = (w, bias) if isinstance(problem.n, tuple) else ([w], [bias])
     epoch = rank.epoch
-    kernel_launch.pack(x, spans, rank, FINGERPRINT, own=own)
+    launch_now.pack(x, spans, rank, FINGERPRINT, own=own)
     yield
     chunk = spans.pack.view(x.view(-1), 0, rank.rank)
     for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=False)):
         last = i == len(ws) - 1 and not by_product
         if not own:
-            GatheredMatmul(out, w, bias, exchange).chunk(spans, rank.rank, chunk)
-        kernel_launch.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last, own=own)
+            GatheredMatmul(Now(out.device), out, w, bias, exchange).chunk(spans, rank.rank, chunk)
+        launch_now.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last, own=own)
         assert rank.epoch == epoch + last
     if by_product:
-        kernel_launch.unpack(outs[-1], spans, rank, FINGERPRINT)
+        launch_now.unpack(outs[-1], spans, rank, FINGERPRINT)

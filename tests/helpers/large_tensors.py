@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fusedcomm.algorithms import kernel_launch
+from fusedcomm.plan import launches
 from fusedcomm.runtime.segment import HeaderLayout
 from tests.helpers.sparse import sparse
 from tests.helpers.virtual_ranks import VirtualRank
@@ -34,9 +34,9 @@ def only_programs(choose: Callable[[int], list[int]]) -> Iterator[None]:
     chosen: list[int] = []
     dims: list[int] = []
 
-    def grid(kind: str, workspace: Any, num_tiles: int) -> tuple[int]:
+    def num_programs(s: Any, kind: str, num_tiles: int) -> int:
         chosen[:], dims[:] = choose(num_tiles), (num_tiles, 1, 1)
-        return (len(chosen),)
+        return len(chosen)
 
     def set_dim(*_: int) -> None:
         interpreter_builder.grid_dim = tuple(dims)
@@ -45,7 +45,7 @@ def only_programs(choose: Callable[[int], list[int]]) -> Iterator[None]:
         interpreter_builder.grid_idx = (chosen[x], 0, 0)
 
     with (
-        mock.patch.object(kernel_launch, "_grid", grid),
+        mock.patch.object(launches, "_num_programs", num_programs),
         mock.patch.object(interpreter_builder, "set_grid_dim", set_dim),
         mock.patch.object(interpreter_builder, "set_grid_idx", set_index),
     ):

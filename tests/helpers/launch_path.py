@@ -31,14 +31,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime import signals, stream_writes
+from fusedcomm.plan import launches
+from fusedcomm.plan.schedule import Described
+from fusedcomm.run import python_executor
+from fusedcomm.runtime import stream_writes
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers import compile_only
 from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
@@ -94,6 +97,13 @@ class LaunchPath:
             return path.launch(function, args, grid, warmup, options)
 
         JITFunction.run = run
+        execute = python_executor.run
+
+        def executed(schedule: Any, workspace: Any, op: str, fingerprint: int, inputs: Sequence[Tensor | None]) -> Any:
+            path.gpu.know(inputs)
+            return execute(schedule, workspace, op, fingerprint, inputs)
+
+        python_executor.run = executed
 
     def launch(self, function: Any, args: Sequence[Any], grid: Any, warmup: bool, options: dict[str, Any]) -> Any:
         before = len(self.device.launches)
@@ -270,7 +280,7 @@ def planted(path: LaunchPath) -> Iterator[dict[str, Any]]:
         yield path.case("word", lambda: stream_writes.write(stream, words.data_ptr() + 4, 1))
     cut_anywhere = compile_only.PushRound((512,), 256, 4 * 262, 0, 1, bias=True).push
     yield path.case("cut anywhere", cut_anywhere)
-    with mock.patch.object(kernel_launch, "column_shift", lambda *args: 0):
+    with mock.patch.object(launches, "column_shift", lambda *args: 0):
         yield path.case("start", cut_anywhere)
     for name, plant in _plants(path).items():
         with plant:
@@ -303,23 +313,21 @@ def _plants(path: LaunchPath) -> dict[str, AbstractContextManager[Any]]:
 
         return mock.patch.object(path, "_run", changed)
 
-    def widened(descriptor: Any) -> None:
-        descriptor.strides[0] += 4
+    def widened(found: Described) -> Described:
+        return found._replace(strides=(found.strides[0] + 4, *found.strides[1:]))
 
-    def shifted(descriptor: Any) -> None:
-        descriptor.base = descriptor.base.view(-1)[1:]
-
-    def lengthened(descriptor: Any) -> None:
-        descriptor.shape[0] += 1
+    def shifted(found: Described) -> Described:
+        place = found.place._replace(offset=found.place.dtype.itemsize, sizes=(1,), strides=(1,))
+        return found._replace(place=place)
 
     segments = torch.arange(GROUP_SIZE)  # PretendedGpu does not hear of it: it is no tensor of the call
     return {
         "stride": described(widened),
         "address": described(shifted),
-        "end": described(lengthened),
+        "end": described(_one_more),
         "box": encoded(4, [512, 64]),
         "swizzle": encoded(1, 1),
-        "grid": mock.patch.object(kernel_launch, "_grid", lambda *args: (0,)),
+        "grid": mock.patch.object(launches, "_num_programs", lambda *args: 0),
         "block": launched(num_warps=16),
         "cluster": launched(num_ctas=2),
         "shared": launched(shared=300 << 10),
@@ -332,27 +340,22 @@ def slots(path: LaunchPath) -> Iterator[dict[str, Any]]:
     gather = compile_only.GatherRound((512, 256), 1024, 0, bias=True).gather
     yield path.case("nothing", gather)
 
-    def one_more(descriptor: Any) -> None:
-        descriptor.shape[0] += 1
+    def closer(found: Described) -> Described:
+        return found._replace(strides=(found.shape[2], *found.strides[1:]))
 
-    def closer(descriptor: Any) -> None:
-        descriptor.strides[0] = descriptor.shape[2]
-
-    for name, change in {"a slot more": one_more, "slots that overlap": closer}.items():
+    for name, change in {"a slot more": _one_more, "slots that overlap": closer}.items():
         with _described("describe_slots", change):
             yield path.case(name, gather)
 
 
-def _described(name: str, change: Callable[[Any], None]) -> AbstractContextManager[Any]:
-    """What a function of kernel_launch describes is changed before a launch."""
-    describe = getattr(kernel_launch, name)
+def _one_more(found: Described) -> Described:
+    return found._replace(shape=(found.shape[0] + 1, *found.shape[1:]))
 
-    def changed(*args: Any) -> Any:
-        descriptor = describe(*args)
-        change(descriptor)
-        return descriptor
 
-    return mock.patch.object(kernel_launch, name, changed)
+def _described(name: str, change: Callable[[Described], Described]) -> AbstractContextManager[Any]:
+    """The descriptor that a function of launches plans is changed."""
+    describe = getattr(launches, name)
+    return mock.patch.object(launches, name, lambda *args: change(describe(*args)))
 
 
 class _Always:
@@ -406,14 +409,14 @@ def _launches() -> dict[str, Callable[[], None]]:
     (gather,) = shapes.all_gather_matmul(x.shape, [w.shape], 0, GROUP_SIZE).rounds(1 << 62)
     return {
         "empty": lambda: empty_kernel[(1,)](),
-        "push": lambda: kernel_launch.push(x, w, bias, push, workspace, 1),
-        "unpack": lambda: kernel_launch.unpack(out, push, workspace, 1),
-        "pack": lambda: kernel_launch.pack(x, gather, workspace, 1, own=False),
-        "gather": lambda: kernel_launch.gather_matmul(
+        "push": lambda: launch_now.push(x, w, bias, push, workspace, 1),
+        "unpack": lambda: launch_now.unpack(out, push, workspace, 1),
+        "pack": lambda: launch_now.pack(x, gather, workspace, 1, own=False),
+        "gather": lambda: launch_now.gather_matmul(
             gathered, w, bias, gather, workspace, 1, end_round=True, own=False
         ),
-        "signal": lambda: signals.signal(workspace, None, 1),
-        "wait": lambda: signals.wait_source(0, workspace, 1),
+        "signal": lambda: launch_now.signal(workspace, None, 1),
+        "wait": lambda: launch_now.wait_source(0, workspace, 1),
     }
 
 

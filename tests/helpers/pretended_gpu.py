@@ -7,7 +7,7 @@ and cuBLAS's place, which is torch's matmul on the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,10 @@ class PretendedGpu:
         for tensor in self._made:
             storage = tensor.untyped_storage()
             yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+    def know(self, tensors: Iterable[Tensor | None]) -> None:
+        """Tensors that ops of torch have made."""
+        self._made += [tensor for tensor in tensors if tensor is not None]
 
     def streams(self) -> range:
         """The handles of the streams that have been made."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fusedcomm.algorithms.tiles import num_cuts
 from fusedcomm.geometry.spans import Span
+from fusedcomm.plan.schedule import Described
+from fusedcomm.plan.tiles import num_cuts
 
 ALIGNMENT = 16  # bytes
 
@@ -17,12 +18,17 @@ def start_violations(kernel: str, arguments: Mapping[str, Any]) -> Iterator[str]
     """The rule broken by the loads that a launch of a matmul can reach."""
     if kernel not in ("push_matmul_kernel", "gather_matmul_kernel") or not arguments["TRAITS"].by_tma:
         return
-    itemsize = arguments["w"].base.itemsize
+    itemsize = _itemsize(arguments["w"])
     starts = _push_starts(arguments) if kernel == "push_matmul_kernel" else _gather_starts(arguments)
     for name, start in starts:
         if start * itemsize % ALIGNMENT:
             yield f"tensor map start of {name}: it must be a multiple of 16 bytes, got {start} * {itemsize}"
             return
+
+
+def _itemsize(descriptor: Any) -> int:
+    """Of Triton's descriptor, or of a planned one."""
+    return descriptor.place.dtype.itemsize if isinstance(descriptor, Described) else descriptor.base.itemsize
 
 
 def _push_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

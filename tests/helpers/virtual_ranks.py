@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.runtime.segment import HeaderLayout
+from fusedcomm.runtime.topology import tf32_allowed
 
 GUARD = 0xA5
 NOT_A_NUMBER = 0xFF  # in every byte of a float of any type
 FINGERPRINT = 0x5A17C3
+ARCHITECTURE = 0  # of Triton's interpreter; with 90 it loads by descriptors
 NUM_PROGRAMS = {"push": 3, "pack": 2, "gather": 3, "unpack": 2, "reduce": 2}
+
+
+class FewPrograms(Device):
+    def num_programs(self, kind: str) -> int:
+        return NUM_PROGRAMS[kind]
 
 
 class VirtualRank:
@@ -24,14 +33,18 @@ class VirtualRank:
         self.layout = HeaderLayout(self.group_size)
         self.segment_layout = self.layout.for_kernels._replace(num_slots=num_slots)
         self.segments = torch.tensor([segment.data_ptr() for segment in segments])
-        self.peers, self.segment = segments, segments[rank]
+        self.buffers, self.segment = segments, segments[rank]
+        self.device, self.schedules, self.kernels = torch.device("cpu"), dict[Any, Any](), dict[int, Any]()
         self.slot_bytes = slot_bytes
         self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
         self.word(self.layout.timeout)[0] = int(60e9)
         self.word(self.layout.record)[0] = self.record.data_ptr()
 
-    def num_programs(self, kind: str) -> int:
-        return NUM_PROGRAMS[kind]
+    def device_facts(self) -> Device:
+        return FewPrograms(architecture=ARCHITECTURE, triton=(3, 7), allow_tf32=tf32_allowed())
+
+    def memory_facts(self) -> Memory:
+        return Memory(self.rank, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)
 
     def word(self, offset: int, count: int = 1) -> Tensor:
         return self.segment[offset : offset + 8 * count].view(torch.int64)

@@ -33,10 +33,10 @@ BOUNDED_PRODUCTS = {
     "copy.py: for tile in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run, tl.num_programs(0)):": (
         "the tiles of a chunk"
     ),
-    "gather_matmul.py: before = step * tiles_in_chunk": ("the tiles of all chunks: kernel_launch._MOST_TILES"),
+    "gather_matmul.py: before = step * tiles_in_chunk": ("the tiles of all chunks: launches._MOST_TILES"),
     "gather_matmul.py: first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk": "the blocks of K",
     "gather_matmul.py: row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)": "can_describe_slots",
-    "gather_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "kernel_launch._MOST_TILES",
+    "gather_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "launches._MOST_TILES",
     "gather_matmul.py: x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)": (
         "can_describe_slots"
     ),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
 
 OTHER = FINGERPRINT ^ 1
@@ -42,9 +42,9 @@ def send(kernel: str, rank: VirtualRank, value: float = 1, fingerprint: int = FI
     (spans,) = exchange_of(kernel, rank.group_size).rounds(1 << 40)
     x = torch.full((6, 8), float(value))
     if kernel in ("unpack", "reduce"):
-        kernel_launch.push(x, torch.ones(8, 24), None, spans, rank, fingerprint)
+        launch_now.push(x, torch.ones(8, 24), None, spans, rank, fingerprint)
     else:
-        kernel_launch.pack(x, spans, rank, fingerprint)
+        launch_now.pack(x, spans, rank, fingerprint)
 
 
 def receive(kernel: str, rank: VirtualRank, fingerprint: int = FINGERPRINT, end_round: bool = True) -> Tensor:
@@ -52,12 +52,12 @@ def receive(kernel: str, rank: VirtualRank, fingerprint: int = FINGERPRINT, end_
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)
     if kernel == "unpack":
-        kernel_launch.unpack(out, spans, rank, fingerprint)
+        launch_now.unpack(out, spans, rank, fingerprint)
     elif kernel == "reduce":
-        kernel_launch.reduce(out, spans, None, 1.0, rank, fingerprint)
+        launch_now.reduce(out, spans, None, 1.0, rank, fingerprint)
     else:
         w = torch.ones(exchange.k, 24)
-        kernel_launch.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round)
+        launch_now.gather_matmul(out, w, None, spans, rank, fingerprint, end_round=end_round)
     return out
 
 

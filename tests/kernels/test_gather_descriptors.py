@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch, tiles
-from fusedcomm.algorithms.tiles import TileConfig
+from fusedcomm.plan import launches, tiles
+from fusedcomm.plan.tiles import TileConfig
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import thorough_but
@@ -40,14 +40,14 @@ def by_tma(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The path of sm_90 and later: chunks and w by boxes. Has the arguments of each descriptor of slots."""
     made = []
 
-    def counted(*args: Any, describe: Any = kernel_launch.describe_slots) -> Any:
+    def counted(*args: Any, describe: Any = launches.describe_slots) -> Any:
         made.append(args)
         return describe(*args)
 
-    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
-    monkeypatch.setattr(kernel_launch, "describe_slots", counted)
+    monkeypatch.setattr(launches, "describe_slots", counted)
     return made
 
 
@@ -73,14 +73,15 @@ def test_a_descriptor_has_the_slot_of_each_epoch(
 ) -> None:
     """A descriptor of one slot alone gives wrong numbers within two epochs (negative control)."""
 
-    def of_one_slot(*args: Any, describe: Any = kernel_launch.describe_slots) -> Any:
-        descriptor = describe(*args)
-        if always is not None:
-            descriptor.base = descriptor.base[always * descriptor.strides[0] :]
-            descriptor.strides[0] = 0
-        return descriptor
+    def of_one_slot(*args: Any, describe: Any = launches.describe_slots) -> Any:
+        found = describe(*args)
+        if always is None:
+            return found
+        start = found.place.offset + always * found.strides[0] * found.place.dtype.itemsize
+        place = found.place._replace(offset=start, sizes=found.strides[:1])
+        return found._replace(place=place, strides=(0, *found.strides[1:]))
 
-    monkeypatch.setattr(kernel_launch, "describe_slots", of_one_slot)
+    monkeypatch.setattr(launches, "describe_slots", of_one_slot)
     with pytest.raises(AssertionError) if always is not None else contextlib.nullcontext():
         check_calls(_gather("small", (5, 16), 16, gather_dim), 2, num_calls=2)
 

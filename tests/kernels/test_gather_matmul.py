@@ -18,10 +18,10 @@ from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch, tiles
-from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
-from fusedcomm.runtime import signals
+from fusedcomm.plan import tiles
+from fusedcomm.plan.tiles import TileConfig
+from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.virtual_ranks import (
@@ -108,27 +108,27 @@ def test_bfloat16_rounds_to_nearest_even(gather_dim: int) -> None:
     ranks = virtual_ranks(2, 2 * exchange.chunk_numel * 2)
     w = torch.tensor([256, 1, 1, 1], dtype=torch.bfloat16)[:, None].expand(4, 3)
     for rank in ranks:
-        kernel_launch.pack(torch.ones(4, 4 // (1 + gather_dim), dtype=torch.bfloat16), spans, rank, FINGERPRINT)
+        launch_now.pack(torch.ones(4, 4 // (1 + gather_dim), dtype=torch.bfloat16), spans, rank, FINGERPRINT)
     for rank in ranks:
         for bias, expected in ((None, 260), (2, 260), (4, 264)):
             vector = None if bias is None else torch.full((3,), bias, dtype=torch.bfloat16)
             out = torch.full(exchange.out_shape, math.nan, dtype=torch.bfloat16)
-            kernel_launch.gather_matmul(out, w, vector, spans, rank, FINGERPRINT, end_round=False)
+            launch_now.gather_matmul(out, w, vector, spans, rank, FINGERPRINT, end_round=False)
             assert (out == expected).all()
 
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """K is no multiple of BLOCK_K: behind K of one batch lies the next batch, which is infinite here."""
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
-    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
     w[1] = math.inf
     exchange = shapes.all_gather_matmul(x.shape, [w.shape], 1, 1)
     (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.full(exchange.out_shape, math.nan)
-    kernel_launch.pack(x, spans, rank, FINGERPRINT)
-    kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+    launch_now.pack(x, spans, rank, FINGERPRINT)
+    launch_now.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
     assert (out[0] == 24).all() and torch.isinf(out[1]).all()
 
 
@@ -141,17 +141,17 @@ def test_parts_of_k_add_up_in_one_order() -> None:
     ranks = virtual_ranks(3, 3 * exchange.chunk_numel * 4)
     for _ in range(2):
         for rank, value in zip(ranks, (1e8, 1.0, -1e8), strict=True):
-            kernel_launch.pack(torch.full((70, 1), value), spans, rank, FINGERPRINT)
+            launch_now.pack(torch.full((70, 1), value), spans, rank, FINGERPRINT)
         for rank, expected in zip(ranks, (1, 0, 0), strict=True):  # 0: 1e8 - 1e8 + 1;  1: 1 + 1e8 - 1e8;  2: -1e8 + ..
             out = torch.full(exchange.out_shape, math.nan)
-            kernel_launch.gather_matmul(out, torch.ones(3, 150), None, spans, rank, FINGERPRINT, end_round=True)
+            launch_now.gather_matmul(out, torch.ones(3, 150), None, spans, rank, FINGERPRINT, end_round=True)
             assert (out == expected).all()
 
 
 def pack(rank: VirtualRank, value: float, own: bool = True) -> None:
     """An x [5, 8] that is gathered along its rows."""
     (spans,) = shapes.all_gather_matmul((5, 8), [(8, 24)], 0, rank.group_size).rounds(1 << 40)
-    kernel_launch.pack(torch.full((5, 8), float(value)), spans, rank, FINGERPRINT, own=own)
+    launch_now.pack(torch.full((5, 8), float(value)), spans, rank, FINGERPRINT, own=own)
 
 
 def simple_ranks(group_size: int, timeout_s: float = 60.0) -> list[VirtualRank]:
@@ -172,15 +172,15 @@ def test_host_driven_reads(end_round: bool) -> None:
             pack(rank, epoch)
         for rank in ranks:
             for src_rank in range(3):
-                signals.wait_source(src_rank, rank, FINGERPRINT)
+                launch_now.wait_source(src_rank, rank, FINGERPRINT)
                 start = rank.layout.slot(epoch, rank.slot_bytes) + src_rank * 160
                 assert (rank.segment[start : start + 160].view(torch.float32) == epoch).all()
             assert rank.epoch == epoch - 1
             out = torch.full((5, 7), 3.0)
-            signals.finish(out, rank, FINGERPRINT, end_round=end_round)
+            launch_now.finish(out, rank, FINGERPRINT, end_round=end_round)
             assert (out == 3).all()
             if not end_round:
-                signals.wait(rank, FINGERPRINT)
+                launch_now.wait(rank, FINGERPRINT)
             rank.assert_idle(epoch)
 
 
@@ -189,9 +189,9 @@ def test_host_driven_read_that_fails(end_round: bool) -> None:
     """wait_source gives up and returns; what was computed from the slot is poisoned."""
     ranks = simple_ranks(2, timeout_s=0.2)
     pack(ranks[0], 1)
-    signals.wait_source(0, ranks[0], FINGERPRINT)
+    launch_now.wait_source(0, ranks[0], FINGERPRINT)
     start = time.monotonic()
-    signals.wait_source(1, ranks[0], FINGERPRINT)
+    launch_now.wait_source(1, ranks[0], FINGERPRINT)
     assert 0.2 <= time.monotonic() - start < 10
     assert not ranks[0].record.any()
     ranks[0].word(ranks[0].layout.timeout)[0] = int(60e9)
@@ -199,7 +199,7 @@ def test_host_driven_read_that_fails(end_round: bool) -> None:
     out.fill_(3)
     guards[0].fill_(1)
     guards[1].fill_(1)
-    signals.finish(out, ranks[0], FINGERPRINT, end_round=end_round)
+    launch_now.finish(out, ranks[0], FINGERPRINT, end_round=end_round)
     assert torch.isnan(out).all() and all((guard == 1).all() for guard in guards)
     assert ranks[0].record.tolist() == record(1, 1, 0, [flag(1), 0], [0, 1])
     ranks[0].assert_idle(int(end_round), failed=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.testing import launch_now
 from tests.helpers.sparse import sparse
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, virtual_ranks
 
@@ -66,8 +66,8 @@ def test_a_push_reads_w_where_it_lies(reach: int, layout: str) -> None:
     exchange = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
     rank, out = one_rank(exchange), torch.full((*batches, ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.push(x, place(values, reach), None, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+    launch_now.push(x, place(values, reach), None, spans, rank, FINGERPRINT)
+    launch_now.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
@@ -79,8 +79,8 @@ def test_a_gather_reads_w_where_it_lies(reach: int, layout: str) -> None:
     exchange = shapes.all_gather_matmul(x.shape, (values.shape,), len(batches), 1)
     rank, out = one_rank(exchange), torch.full((*batches, ROWS, N), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
-    kernel_launch.pack(x, spans, rank, FINGERPRINT)
-    kernel_launch.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
+    launch_now.pack(x, spans, rank, FINGERPRINT)
+    launch_now.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
 
 
@@ -93,11 +93,11 @@ def test_a_gather_of_k_reads_w_where_it_lies(reach: int, layout: str) -> None:
     ranks = virtual_ranks(2, exchange.chunk_numel * 8)
     (spans,) = exchange.rounds(1 << 62)
     for rank, x in zip(ranks, xs, strict=True):
-        kernel_launch.pack(x, spans, rank, FINGERPRINT)
+        launch_now.pack(x, spans, rank, FINGERPRINT)
     w = LAYOUTS[layout][0](values, reach)
     for rank in ranks:
         out = torch.full((ROWS, N), torch.nan)
-        kernel_launch.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
+        launch_now.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
         want = torch.cat([x.chunk(2)[rank.rank] for x in xs], 1) @ values
         torch.testing.assert_close(out, want, rtol=0, atol=0)
 
@@ -111,7 +111,7 @@ def test_copies_reach_rows_beyond_32_bits(row: int) -> None:
     x[row] = torch.arange(length)
     (rank,) = virtual_ranks(1, length * 4)
     spans = exchange.rounds(length)[row]
-    kernel_launch.pack(x, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+    launch_now.pack(x, spans, rank, FINGERPRINT)
+    launch_now.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out[row], x[row], rtol=0, atol=0)
     assert not any(out[other].any() for other in {0, (1 << 14) - 1, 1 << 14, 1 << 15} - {row})

@@ -15,11 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch, tiles
-from fusedcomm.algorithms.tiles import TileConfig
 from fusedcomm.geometry import shapes
-from fusedcomm.runtime import signals
+from fusedcomm.plan import tiles
+from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.runtime.segment import MOST_SLOT_BYTES
+from fusedcomm.testing import launch_now
 from tests.helpers.large_tensors import large_ranks, only_programs, overflow_is_an_error, signalled, slot_of
 from tests.helpers.sparse import sparse
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank
@@ -76,7 +76,7 @@ def test_a_push_fills_a_slot(num_rows: int, transposed: bool) -> None:
     exchange = shapes.matmul_all_to_all((num_rows, 5), (5, 2 * columns), None, 0, 1, 2)
     (spans,) = exchange.rounds(MOST)
     with only_programs(of_both_halves), overflow_is_an_error(num_rows > 1):
-        kernel_launch.push(x, w, None, spans, ranks[1], FINGERPRINT)
+        launch_now.push(x, w, None, spans, ranks[1], FINGERPRINT)
     for dst in range(2):
         chunk = slot_of(ranks[dst], EPOCH, DTYPE)[MOST : 2 * MOST].view(num_rows, columns)
         y = x @ w[:, dst * columns : (dst + 1) * columns][:, [*range(64), *range(last, columns)]]
@@ -92,7 +92,7 @@ def test_a_push_reads_rows_where_they_lie() -> None:
     x[-64:], w = integers(64, K), integers(K, 7).float()
     spans = shapes.matmul_reduce_scatter((num_rows, K), (K, 7), "sum", 0, 2).rounds(7 << 12)[-1]
     with only_programs(of_both_halves):
-        kernel_launch.push(x, w, None, spans, ranks[0], FINGERPRINT)
+        launch_now.push(x, w, None, spans, ranks[0], FINGERPRINT)
     chunk = slot_of(ranks[1], EPOCH, torch.float32)[: 7 << 12].view(-1, 7)
     same(chunk[-64:], x[-64:] @ w)
     assert not chunk[:-64].any()
@@ -104,7 +104,7 @@ def test_a_pack_fills_slots(rank: int) -> None:
     x[:1024], x[-1024:] = integers(1024), integers(1024) + 1
     (spans,) = shapes.all_gather_matmul((ROWS, COLUMNS), ((COLUMNS, 1),), 0, 2).rounds(MOST)
     with only_programs(first_and_last):
-        kernel_launch.pack(x.view(ROWS, COLUMNS), spans, ranks[rank], FINGERPRINT)
+        launch_now.pack(x.view(ROWS, COLUMNS), spans, ranks[rank], FINGERPRINT)
     last = (MOST - 1) // 1024 * 1024
     for dst in ranks:
         chunk = slot_of(dst, EPOCH, DTYPE)[rank * MOST : (rank + 1) * MOST]
@@ -122,7 +122,7 @@ def test_an_unpack_reads_a_full_slot(failed: bool) -> None:
         slot[i : i + 1024] = integers(len(slot[i : i + 1024])) + i % 7
     out = sparse(2 * 5 * MOST, DTYPE)
     with only_programs(first_and_last):
-        kernel_launch.unpack(out.view(-1, COLUMNS), spans, ranks[0], FINGERPRINT)
+        launch_now.unpack(out.view(-1, COLUMNS), spans, ranks[0], FINGERPRINT)
     for src in range(2):
         start = (src * 5 + 4) * MOST
         for i, end in ((0, 1024), (last, MOST)):
@@ -145,7 +145,7 @@ def test_a_reduction_reads_a_full_slot(average: bool, failed: bool) -> None:
     out, bias = sparse(5 * MOST, DTYPE), sparse(COLUMNS, DTYPE)
     bias[:1024], bias[-1024:] = integers(1024), integers(1024) - 1
     with only_programs(first_and_last):
-        kernel_launch.reduce(out.view(-1, COLUMNS), spans, bias, 0.5 if average else 1.0, ranks[1], FINGERPRINT)
+        launch_now.reduce(out.view(-1, COLUMNS), spans, bias, 0.5 if average else 1.0, ranks[1], FINGERPRINT)
     for i, end in ((0, 1024), (last, MOST)):
         total = slot[i:end].float() + slot[MOST + i : MOST + end].float()
         want = total * (0.5 if average else 1.0) + bias[torch.arange(i, end) % COLUMNS]
@@ -159,7 +159,7 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
     fixed = TileConfig(64, 64, 64, 2, 4, 1)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: fixed)
     if request.param == "descriptors":
-        monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+        monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
     return fixed
 
 
@@ -175,7 +175,7 @@ def test_a_gather_of_rows_reads_a_full_slot(failed: bool, config: TileConfig) ->
         chunks[src, :64], chunks[src, last:] = integers(64, K) + src, integers(TALL - last, K) - src
     w, out = integers(K, n), sparse(2 * TALL * n, DTYPE).view(2, TALL, n)
     with only_programs(of_both_halves):
-        kernel_launch.gather_matmul(out.view(-1, n), w, None, spans, ranks[0], FINGERPRINT, end_round=True)
+        launch_now.gather_matmul(out.view(-1, n), w, None, spans, ranks[0], FINGERPRINT, end_round=True)
     for src in range(2):
         for rows, columns in ((slice(0, 64), slice(0, 64)), (slice(last, TALL), slice(n - 64, n))):
             want = chunks[src, rows].float() @ w[:, columns].float()
@@ -193,7 +193,7 @@ def test_a_gather_of_k_reads_a_full_slot(failed: bool, config: TileConfig) -> No
         chunks[src, :64], chunks[src, last:] = integers(64, K) + src, integers(TALL - last, K) - src
     w, out = integers(2 * K, n), sparse(TALL * n, DTYPE).view(TALL, n)
     with only_programs(first_and_last):
-        kernel_launch.gather_matmul(out, w, None, spans, ranks[1], FINGERPRINT, end_round=True)
+        launch_now.gather_matmul(out, w, None, spans, ranks[1], FINGERPRINT, end_round=True)
     for rows, columns in ((slice(0, 64), slice(0, 64)), (slice(last, TALL), slice(n - 64, n))):
         want = sum(chunks[src, rows].float() @ w[src * K : (src + 1) * K, columns].float() for src in range(2))
         assert isinstance(want, Tensor)
@@ -211,7 +211,7 @@ def test_an_unpack_writes_rows_of_three_ranks() -> None:
     sent[:, -1024:] = integers(3, 1024)
     out = sparse(3 * num_rows * length, DTYPE).view(3, num_rows, length)
     with only_programs(first_and_last):
-        kernel_launch.unpack(out.view(-1, length), spans, ranks[0], FINGERPRINT)
+        launch_now.unpack(out.view(-1, length), spans, ranks[0], FINGERPRINT)
     same(out[:, -1], sent)
     assert not out[:, -2].any() and not out[:, 0].any()
 
@@ -227,7 +227,7 @@ def test_a_pack_reads_short_runs_where_they_lie() -> None:
     x[-NUM_RUNS:][:8], x[-NUM_RUNS + last :] = integers(8, 2, RUN), integers(NUM_RUNS - last, 2, RUN) + 1
     exchange = shapes.all_to_all_matmul((5 * NUM_RUNS, 2 * RUN), (RUN, 1), 0, 1, 2)
     with only_programs(first_and_last):
-        kernel_launch.pack(x.view(-1, 2 * RUN), exchange.rounds(NUM_RUNS * RUN)[-1], ranks[1], FINGERPRINT)
+        launch_now.pack(x.view(-1, 2 * RUN), exchange.rounds(NUM_RUNS * RUN)[-1], ranks[1], FINGERPRINT)
     for dst in range(2):
         chunk = slot_of(ranks[dst], EPOCH, DTYPE)[NUM_RUNS * RUN : 2 * NUM_RUNS * RUN].view(-1, RUN)
         same(chunk[:8], x[-NUM_RUNS:, dst][:8])
@@ -242,7 +242,7 @@ def test_an_unpack_writes_short_runs_where_they_belong() -> None:
     exchange = shapes.all_gather_matmul((5 * NUM_RUNS, RUN), ((2 * RUN, 1),), 1, 2)
     with only_programs(first_and_last):
         spans = exchange.rounds(NUM_RUNS * RUN)[-1]
-        kernel_launch.unpack(out.view(-1, 2 * RUN), spans, ranks[0], FINGERPRINT)
+        launch_now.unpack(out.view(-1, 2 * RUN), spans, ranks[0], FINGERPRINT)
     rows = out[-NUM_RUNS:]
     same(rows[:8], sent[:, :8].transpose(0, 1))
     same(rows[last:], sent[:, last:].transpose(0, 1))
@@ -259,7 +259,7 @@ def test_a_result_that_may_be_wrong_is_poisoned_to_its_end(failed: bool) -> None
 
     ranks, out = ranks_with(failed), sparse((1 << 32) + 5, DTYPE)
     with mock.patch.object(handshake, "range", first_and_last_block, create=True):
-        signals.finish(out, ranks[0], FINGERPRINT, end_round=True)
+        launch_now.finish(out, ranks[0], FINGERPRINT, end_round=True)
     for part in (out[:1024], out[1 << 32 :]):
         assert bool(part.isnan().all()) == failed
     assert not out[1024:2048].any() and not out[(1 << 32) - 1024 : 1 << 32].any()
@@ -272,4 +272,4 @@ def test_a_copy_of_more_than_a_slot_overflows(numel: int) -> None:
     (spans,) = shapes.all_gather_matmul((numel // 32, 32), ((32, 1),), 0, 2).rounds(numel)
     x, fits = sparse(numel, DTYPE).view(-1, 32), numel == MOST
     with only_programs(first_and_last), nullcontext() if fits else pytest.raises(Exception, match="overflow"):
-        kernel_launch.pack(x, spans, rank, FINGERPRINT)
+        launch_now.pack(x, spans, rank, FINGERPRINT)

@@ -323,7 +323,7 @@ def test_kept_launches_are_what_new_ones_would_be(target: Target, compilers: Com
     cases = [case for case in found if not case["left_out"]]
     assert not [case for case in cases if case["refused"] or case["wrong"]]
     assert all(case["kept"] == len(case["launched"]) for case in cases if case["turn"] == 1)
-    for left_out in ("alignment", "stride"):
+    for left_out in ("alignment", "strides"):
         assert any(case["wrong"] or case["refused"] for case in found if case["left_out"] == [left_out]), left_out
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
+from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import check_calls
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record
 from tests.kernels.test_gather_matmul import CASES, pack, simple_ranks
@@ -35,7 +35,7 @@ def gather(rank: VirtualRank) -> Tensor:
     exchange = shapes.all_gather_matmul((5, 8), [(8, 24)], 0, rank.group_size)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)
-    kernel_launch.gather_matmul(out, torch.ones(8, 24), None, spans, rank, FINGERPRINT, end_round=True, own=False)
+    launch_now.gather_matmul(out, torch.ones(8, 24), None, spans, rank, FINGERPRINT, end_round=True, own=False)
     return out
 
 

@@ -18,13 +18,15 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
 
-from fusedcomm.algorithms import chunked, fused, kernel_launch, tiles
-from fusedcomm.algorithms.tiles import TileConfig
+from fusedcomm.algorithms import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.kernels.triton import primitives, rounds
-from fusedcomm.runtime import segment, signals
+from fusedcomm.plan import launches, tiles
+from fusedcomm.plan.tiles import TileConfig
+from fusedcomm.runtime import segment
 from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.runtime.workspace import Call
+from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.kernel_calls import by_name, check_calls, exchange_of
 from tests.helpers.problems import Problem, expected, integers
@@ -82,8 +84,8 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     for bias, rounded in ((None, 260), (2, 260), (4, 264)):
         vector = None if bias is None else torch.full((3,), bias, dtype=torch.bfloat16)
         out = torch.full(exchange.out_shape, math.nan, dtype=torch.bfloat16)
-        kernel_launch.push(torch.ones(4, 4, dtype=torch.bfloat16), w, vector, spans, rank, FINGERPRINT)
-        kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+        launch_now.push(torch.ones(4, 4, dtype=torch.bfloat16), w, vector, spans, rank, FINGERPRINT)
+        launch_now.unpack(out, spans, rank, FINGERPRINT)
         assert (out == rounded).all()
 
 
@@ -109,14 +111,14 @@ def by_tma(monkeypatch: pytest.MonkeyPatch, config: TileConfig) -> list[Any]:
     """Take the path of sm_90 and later: a tile is one box of x and one of w. Returns what describes x, by launch."""
     described = []
 
-    def counted(*args: Any, describe: Any = kernel_launch.describe_x) -> Any:
+    def counted(*args: Any, describe: Any = launches.describe_x) -> Any:
         described.append(args)
         return describe(*args)
 
-    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: config)
-    monkeypatch.setattr(kernel_launch, "describe_x", counted)
+    monkeypatch.setattr(launches, "describe_x", counted)
     return described
 
 
@@ -132,7 +134,7 @@ def check_chunks(problem: Problem, group_size: int, dtype: torch.dtype) -> None:
     exchange, (x, w, bias) = exchange_of(problem, group_size), integers(problem, 0, group_size, dtype)
     ranks = virtual_ranks(group_size, group_size * exchange.chunk_numel * dtype.itemsize)
     (spans,) = exchange.rounds(1 << 40)
-    kernel_launch.push(x, w, bias, spans, ranks[0], FINGERPRINT)
+    launch_now.push(x, w, bias, spans, ranks[0], FINGERPRINT)
     y = (x.double() @ w.double() + bias.double()).view(len(x), -1, group_size, exchange.block[-1])
     for dst_rank, rank in enumerate(ranks):
         start = rank.layout.slot(1, rank.slot_bytes)
@@ -155,14 +157,14 @@ def test_tma_loads_begin_at_multiples_of_16_bytes(
     check_chunks(two, 4, torch.float32)
     assert len(described) == 2
     if remainder == 4 and not transposed:
-        monkeypatch.setattr(kernel_launch, "column_shift", lambda *args: 0)  # negative control
+        monkeypatch.setattr(launches, "column_shift", lambda *args: 0)  # negative control
         with pytest.raises(InterpreterError, match="16-byte aligned"):
             check_chunks(one, 8, torch.bfloat16)
 
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """K is no multiple of BLOCK_K: behind K of one batch lies the next batch, which is infinite here."""
-    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
     monkeypatch.setattr(tiles, "BLOCK_K", 16)
     monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
@@ -171,8 +173,8 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
     out = torch.full(exchange.out_shape, float("nan"))
     (spans,) = exchange.rounds(1 << 40)
-    kernel_launch.push(x, w, None, spans, rank, FINGERPRINT)
-    kernel_launch.unpack(out, spans, rank, FINGERPRINT)
+    launch_now.push(x, w, None, spans, rank, FINGERPRINT)
+    launch_now.unpack(out, spans, rank, FINGERPRINT)
     assert (out[0] == 24).all() and torch.isinf(out[1]).all()
 
 
@@ -190,7 +192,7 @@ def test_a_chunk_is_signalled_when_all_programs_have_stored_it(monkeypatch: pyte
     monkeypatch.setattr(rounds, "signal", look)
     x, w, _ = integers(problem, 0, group_size)
     (spans,) = exchange.rounds(1 << 40)
-    kernel_launch.push(x, w, None, spans, ranks[0], FINGERPRINT)
+    launch_now.push(x, w, None, spans, ranks[0], FINGERPRINT)
     assert [each[dst_rank] for each, dst_rank in zip(holes, (1, 0), strict=True)] == [0, 0]
 
 
@@ -199,12 +201,12 @@ def test_host_driven_rounds() -> None:
     ranks = virtual_ranks(3, 0)
     for epoch in (1, 2, 3):
         for rank in ranks:
-            signals.signal(rank, None if epoch != 2 else rank.rank, FINGERPRINT)
+            launch_now.signal(rank, None if epoch != 2 else rank.rank, FINGERPRINT)
             if epoch == 2:
                 for dst_rank in {0, 1, 2} - {rank.rank}:
-                    signals.signal(rank, dst_rank, FINGERPRINT)
+                    launch_now.signal(rank, dst_rank, FINGERPRINT)
         for rank in ranks:
-            signals.wait(rank, FINGERPRINT)
+            launch_now.wait(rank, FINGERPRINT)
             assert rank.epoch == epoch
             slot_flags = rank.word(rank.layout.flag(epoch, 0), 3)
             assert slot_flags.tolist() == [flag(epoch)] * 3
@@ -214,8 +216,8 @@ def test_host_driven_rounds() -> None:
 def test_host_driven_wait_that_fails() -> None:
     ranks = virtual_ranks(2, 0)
     ranks[0].word(ranks[0].layout.timeout)[0] = int(0.1e9)
-    signals.signal(ranks[0], 0, FINGERPRINT)
-    signals.wait(ranks[0], FINGERPRINT)
+    launch_now.signal(ranks[0], 0, FINGERPRINT)
+    launch_now.wait(ranks[0], FINGERPRINT)
     assert ranks[0].epoch == 1
     assert ranks[0].record.tolist() == record(1, 1, 0, [flag(1), 0], [0, 1])
     assert ranks[1].broken == [1 | 1 << 8, 0]
@@ -234,8 +236,8 @@ def test_a_virtual_group_is_as_new_after_load(algorithm: Any, name: str) -> None
     for call in range(3):
         inputs = [integers(problem, rank, 2, seed=call) for rank in range(2)]
         outs = [torch.full(exchange.out_shape, float("nan")) for _ in inputs]
-        group.run(lambda ws, each: kernel_launch.push(each[0], each[1], each[2], spans, ws, FINGERPRINT), inputs)
-        group.run(lambda ws, out: kernel_launch.unpack(out, spans, ws, FINGERPRINT), outs)
+        group.run(lambda ws, each: launch_now.push(each[0], each[1], each[2], spans, ws, FINGERPRINT), inputs)
+        group.run(lambda ws, out: launch_now.unpack(out, spans, ws, FINGERPRINT), outs)
         group.check("op")
         for out, value in zip(outs, expected(problem, 2, seed=call), strict=True):
             torch.testing.assert_close(out, value, rtol=0, atol=0)

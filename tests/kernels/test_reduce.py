@@ -12,8 +12,8 @@ from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry import shapes
+from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.virtual_ranks import (
@@ -78,12 +78,12 @@ def reduced(
     ranks = virtual_ranks(group_size, group_size * exchange.chunk_numel * dtype.itemsize)
     for rank, value in zip(ranks, partials, strict=True):
         x, w = torch.full((group_size, 1), value, dtype=dtype), torch.ones(1, 5, dtype=dtype)
-        kernel_launch.push(x, w, None, spans, rank, FINGERPRINT)
+        launch_now.push(x, w, None, spans, rank, FINGERPRINT)
     results = []
     for rank in ranks:
         out = torch.full((1, 5), math.nan, dtype=dtype)
         vector = None if bias is None else torch.full((5,), bias, dtype=dtype)
-        kernel_launch.reduce(out, spans, vector, scale, rank, FINGERPRINT)
+        launch_now.reduce(out, spans, vector, scale, rank, FINGERPRINT)
         results.append(out[0].tolist())
     return results
 

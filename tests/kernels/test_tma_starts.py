@@ -14,11 +14,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import kernel_launch, tiles
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder, layout_of
+from fusedcomm.plan.schedule import Launch
+from fusedcomm.run.launching import kernel
 from tests.helpers.tma_starts import start_violations
-from tests.helpers.virtual_ranks import FINGERPRINT, virtual_ranks
+from tests.helpers.virtual_ranks import virtual_ranks
 
 NUM_CALLS = 1500
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "architecture", lambda device: 90)
+    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
 
 
 def size(random: Random) -> int:
@@ -83,27 +86,31 @@ def draw(random: Random) -> Call:
     return Call(exchange, torch.empty(exchange.out_shapes[0], dtype=dtype), w, False)
 
 
-def launches(random: Random) -> Iterator[tuple[str, dict[str, Any]]]:
+def matmuls(random: Random) -> Iterator[tuple[str, dict[str, Any]]]:
     """The kernel and arguments of each matmul that a random call launches."""
     call = draw(random)
     ranks = virtual_ranks(call.exchange.group_size, 1 << 10)
     rank = random.choice(ranks)
     numel = max(call.exchange.row_numel, call.exchange.chunk_numel // random.choice([1, 1, 2, 5]))
     for spans in call.exchange.rounds(numel):
+        s = Builder(rank.memory_facts(), rank.device_facts(), [layout_of(call.x), layout_of(call.w)])
+        x, w = s.inputs
         if call.is_push:
-            launch = kernel_launch._push(call.x, call.w, spans, rank, FINGERPRINT)
+            launches.push(s, x, w, None, spans)
         else:
-            launch = kernel_launch._gather(call.x, call.w, spans, rank, FINGERPRINT, True, False, True)
-        if launch is not None:
-            arguments = launch._arguments(call.x, call.w, None)
-            yield launch._kernel.fn.__name__, dict(zip(launch._kernel.arg_names, arguments, strict=True))
+            launches.gather_matmul(s, x, w, None, spans, end_round=True)
+        for work in (step.work for step in s.finish().steps if isinstance(step.work, Launch)):
+            function = kernel(work.kernel)
+            yield function.fn.__name__, dict(zip(function.arg_names, work.arguments, strict=True))
 
 
 def violations(seed: int) -> tuple[list[str], Counter[tuple[Any, ...]]]:
     """Violations of random calls, and the number of launches of each kind that load by TMA."""
     random, found, by_tma = Random(seed), list[str](), Counter[tuple[Any, ...]]()
     for _ in range(NUM_CALLS):
-        for name, arguments in launches(random):
+        for name, arguments in matmuls(random):
+            if "TRAITS" not in arguments:
+                continue
             traits = arguments["TRAITS"]
             by_tma[name, traits.w_transposed, traits.split_k, traits.shift > 0] += traits.by_tma
             found += start_violations(name, arguments)
@@ -121,6 +128,6 @@ def test_loads_of_random_calls() -> None:
 
 def test_without_a_shift_a_load_begins_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: 98ac104 had none, and an H200 lost its context."""
-    monkeypatch.setattr(kernel_launch, "column_shift", lambda *args: 0)
+    monkeypatch.setattr(launches, "column_shift", lambda *args: 0)
     found, _ = violations(seed=1)
     assert found and all(text.startswith("tensor map start of w") for text in found)

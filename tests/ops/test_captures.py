@@ -77,6 +77,7 @@ class Gpu:
         self.ran.append(name)
         if name == "unfused":
             return
+        call.ran = SimpleNamespace(schedule=SimpleNamespace(can_be_captured=name == "fused"))
         assert not (name == "chunked" and call.workspace.captured), "its host would have to ask for the epoch"
         call.workspace.captured |= self.capturing
         self.ran_on.append(call.workspace)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms.chunk_matmul import PushedMatmul
 from fusedcomm.ops import dispatch
+from fusedcomm.plan.chunk_matmul import PushedMatmul
 from fusedcomm.runtime.workspace import Workspace
 from tests.faults.tapes import until_posted
 from tests.helpers.groups import member_of

@@ -32,10 +32,10 @@ from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.runtime import group as groups
-from fusedcomm.runtime import signals
 from fusedcomm.runtime.rank_order import peers_of, sources_of
 from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.runtime.workspace import Round, Workspace
+from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import PROBLEMS
@@ -333,8 +333,8 @@ def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
         "wait": round.wait,
         "part": round.part,
         "received": round.received,
-        "signals.signal": lambda peer: signals.signal(workspace, peer, 7),
-        "signals.wait_source": lambda peer: signals.wait_source(peer, workspace, 7),
+        "signals.signal": lambda peer: launch_now.signal(workspace, peer, 7),
+        "signals.wait_source": lambda peer: launch_now.wait_source(peer, workspace, 7),
     }
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.kernels.triton import copy
-from fusedcomm.runtime import signals
+from fusedcomm.testing import launch_now
 from tests.helpers import virtual_ranks as virtual
 
 SPANS = RoundSpans(*[Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)] * 5)
@@ -27,21 +26,21 @@ def sent(rank: virtual.VirtualRank, epoch: int) -> Tensor:
 
 
 def pack(rank: virtual.VirtualRank, epoch: int) -> None:
-    kernel_launch.pack(sent(rank, epoch), SPANS, rank, virtual.FINGERPRINT)
+    launch_now.pack(sent(rank, epoch), SPANS, rank, virtual.FINGERPRINT)
 
 
 def copy_engine(rank: virtual.VirtualRank, epoch: int) -> None:
-    """Pushes as CudaTransport.pack makes them: the host has queued the copies, and knows nothing of a failure."""
-    signals.begin_push(rank)
+    """Pushes as chunked makes them: the host has queued the copies, and knows nothing of a failure."""
+    launch_now.begin_push(rank)
     slot = rank.layout.slot(epoch, rank.slot_bytes) + rank.rank * 32
-    for segment in rank.peers:
+    for segment in rank.buffers:
         segment[slot : slot + 32].view(torch.float32).copy_(sent(rank, epoch)[:8])
-    signals.signal(rank, None, virtual.FINGERPRINT)
+    launch_now.signal(rank, None, virtual.FINGERPRINT)
 
 
 def unpack(rank: virtual.VirtualRank) -> Tensor:
     out = torch.zeros(16)
-    kernel_launch.unpack(out, SPANS, rank, virtual.FINGERPRINT)
+    launch_now.unpack(out, SPANS, rank, virtual.FINGERPRINT)
     return out
 
 
@@ -52,8 +51,8 @@ def go_on(rank: virtual.VirtualRank, push: Push) -> None:
 def go_on_after_an_empty_round(rank: virtual.VirtualRank, push: Push) -> None:
     """An empty round pushes nothing and only signals: round 4 goes to the other slot, round 5 to where round 1 was."""
     nothing = torch.empty(0)
-    kernel_launch.pack(nothing, EMPTY, rank, virtual.FINGERPRINT)
-    kernel_launch.unpack(nothing, EMPTY, rank, virtual.FINGERPRINT)
+    launch_now.pack(nothing, EMPTY, rank, virtual.FINGERPRINT)
+    launch_now.unpack(nothing, EMPTY, rank, virtual.FINGERPRINT)
     push(rank, 4)
     unpack(rank)
     push(rank, 5)

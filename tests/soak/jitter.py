@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from fusedcomm.algorithms import kernel_launch
+from fusedcomm.run import python_executor
 from fusedcomm.runtime import workspace
 
 LONGEST_S = 0.002
@@ -43,10 +43,9 @@ def jitter(seed: str, share: float) -> Iterator[None]:
 
     with ExitStack() as patches:
         for owner, name, first in (
-            (workspace.Round, "signal", True),
-            (workspace.Round, "wait", False),
-            (kernel_launch, "unpack", True),
-            (kernel_launch, "reduce", True),
+            (workspace.Workspace, "signal", True),
+            (workspace.Workspace, "wait", False),
+            (python_executor, "launch", True),
         ):
             patches.enter_context(mock.patch.object(owner, name, late(getattr(owner, name), first)))
         yield

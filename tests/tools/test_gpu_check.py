@@ -23,7 +23,6 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.algorithms import kernel_launch
 from fusedcomm.bench.gpu_check import (
     check_parts,
     child,
@@ -41,6 +40,7 @@ from fusedcomm.bench.gpu_check.check_parts import PARTS, ROWS, Evidence, proved
 from fusedcomm.bench.gpu_check.driver import Part, PartResult, run_parts
 from fusedcomm.bench.gpu_check.gpu_calls import OPS, SMALL
 from fusedcomm.launch.ranks import RankError, RankFailure
+from fusedcomm.testing import launch_now
 from tests.helpers.broken_parts import FAULTS
 from tests.helpers.tiers import nightly_but
 
@@ -284,8 +284,8 @@ def test_kernels_of_several_ranks_are_timed_with_right_values(name: str) -> None
 
 
 def test_wrong_values_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack = kernel_launch.unpack
-    monkeypatch.setattr(kernel_launch, "unpack", lambda out, *args: (unpack(out, *args), out[0, 0].zero_()))
+    unpack = launch_now.unpack
+    monkeypatch.setattr(launch_now, "unpack", lambda out, *args: (unpack(out, *args), out[0, 0].zero_()))
     with pytest.raises(AssertionError, match="wrong values"):
         kernel_speed.cases(CPU)["unpack"]()
 

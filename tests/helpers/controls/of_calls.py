@@ -19,20 +19,19 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "data before the flag": Control(
-        "fusedcomm/algorithms/transport.py",
-        "                    for place in self._places(round, dst_rank, out):\n",
-        "                    round.signal(dst_rank)\n                    __import__('time').sleep(0.01)\n"
-        "                    for place in self._places(round, dst_rank, out):\n",
+        "fusedcomm/plan/moves.py",
+        "                    s.copy(part.view(chunk.shape), chunk)\n            self._signal(dst_rank)",
+        "                    self._signal(dst_rank)\n                    s.copy(part.view(chunk.shape), chunk)",
         "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
     ),
     "a descriptor of x has x's width as its stride": Control(
-        "fusedcomm/algorithms/descriptors.py",
-        "list(x.shape), [x.shape[1], 1]",
-        "list(x.shape), [x.stride(0), 1]",
+        "fusedcomm/plan/descriptors.py",
+        "tuple(x.shape), (x.shape[1], 1)",
+        "tuple(x.shape), (x.stride(0), 1)",
         "tests/algorithms/test_kernel_launch.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
     ),
     "rows of w that overlap have no descriptor": Control(
-        "fusedcomm/algorithms/descriptors.py",
+        "fusedcomm/plan/descriptors.py",
         "        and step >= row\n",
         "",
         "tests/algorithms/test_kernel_launch.py::test_rows_that_overlap_have_no_descriptor[False]",
@@ -117,7 +116,7 @@ CONTROLS: dict[str, Control] = {
         "tests/algorithms/test_planner.py::test_what_a_slot_does_not_bound_is_counted_in_32_bits",
     ),
     "a stride of w fits its descriptor": Control(
-        "fusedcomm/algorithms/descriptors.py",
+        "fusedcomm/plan/descriptors.py",
         "        and step * w.itemsize < _DESCRIBED_BYTES\n",
         "",
         "tests/algorithms/test_kernel_launch.py::test_strides_of_descriptors_are_below_a_terabyte",
@@ -257,15 +256,15 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
     ),
     "a round's sends come after the reads of the one before": Control(
-        "fusedcomm/algorithms/transport.py",
-        "        self.sends.wait_stream(self.reads)\n        if len",
-        "        if len",
+        "fusedcomm/plan/moves.py",
+        "            s.join(SENDS, READS)\n",
+        "",
         "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
     ),
     "a fused gather on all SMs begins when the queue of its copies has come to them": Control(
-        "fusedcomm/algorithms/fused.py",
-        "                    torch.cuda.current_stream(workspace.device).wait_event(begun)",
-        "                    pass",
+        "fusedcomm/plan/fused.py",
+        "            s.after(MAIN, begun)",
+        "            pass",
         "tests/algorithms/test_schedule_queues.py::test_no_call_hangs_beside_nccl[fused-2]",
     ),
     "the own chunk of a gather by a kernel is only signalled": Control(
@@ -275,9 +274,9 @@ CONTROLS: dict[str, Control] = {
         "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
     ),
     "the own chunk of a gather by copy engines is only signalled": Control(
-        "fusedcomm/algorithms/fused.py",
-        "        if own:\n            copy_to(workspace.rank)",
-        "        copy_to(workspace.rank)",
+        "fusedcomm/plan/fused.py",
+        "        if own:\n            _copy(s, x, spans, s.rank)",
+        "        _copy(s, x, spans, s.rank)",
         "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
     ),
     "a gather waits for the own signal of a chunk that it leaves out": Control(
@@ -287,28 +286,28 @@ CONTROLS: dict[str, Control] = {
         "tests/kernels/test_own_chunk.py::test_all_rows_are_poisoned_where_a_signal_is_missing[0]",
     ),
     "each round takes the staging of the last one": Control(
-        "fusedcomm/algorithms/transport.py",
-        "            self.copied[dst_rank] = self.sends.record_event()",
-        "            pass",
+        "fusedcomm/plan/moves.py",
+        "                self.copied[dst_rank] = s.event(SENDS)\n",
+        "",
         "tests/algorithms/test_transport.py::test_each_round_takes_the_staging_of_the_last_one",
     ),
     "the callers of chunked come after all of its streams": Control(
-        "fusedcomm/algorithms/transport.py",
-        "        self.main.wait_stream(self.sends)\n        self.main.wait_stream(self.reads)",
-        "        pass",
+        "fusedcomm/plan/moves.py",
+        "            self.s.join(MAIN, SENDS)\n            self.s.join(MAIN, READS)",
+        "            pass",
         "tests/algorithms/test_transport.py::test_every_op_is_right_in_a_random_order",
     ),
-    "Ctrl-C in the join of chunked leaves none of its streams running on": Control(
-        "fusedcomm/algorithms/transport.py",
-        "            self._main_waits()\n            raise",
-        "            raise",
-        "tests/algorithms/test_transport.py::test_ctrl_c_in_the_join_leaves_both_streams_joined",
+    "Ctrl-C in a call leaves none of its streams running on": Control(
+        "fusedcomm/run/python_executor.py",
+        "        execution.join()\n        raise",
+        "        raise",
+        "tests/algorithms/test_transport.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",
     ),
     # parts of different sizes
     "chunks of different sizes lie as far apart as the largest": Control(
-        WORKSPACE,
-        "step = self.spans.chunk_numel * self.dtype.itemsize",
-        "step = numel * self.dtype.itemsize",
+        "fusedcomm/plan/builder.py",
+        "start = src_rank * spans.chunk_numel * dtype.itemsize",
+        "start = src_rank * numel * dtype.itemsize",
         "tests/ops/test_uneven.py::test_values_and_gradients[tokens-7-of-3-chunked]",
     ),
     "a chunk in place lies as the peer's result does": Control(
@@ -330,7 +329,7 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
     ),
     "what is the own chunk too is multiplied before any chunk": Control(
-        "fusedcomm/algorithms/chunk_matmul.py",
+        "fusedcomm/plan/chunk_matmul.py",
         "            if rank in receivers:",
         "            if False:",
         "tests/algorithms/test_chunk_matmul.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",

@@ -149,15 +149,15 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
     ),
     "a result that the caller gives is not posted": Control(
-        "fusedcomm/algorithms/transport.py",
-        "        return out if has_heap and any(out is each for each in self.made) else None",
-        "        return out if has_heap else None",
+        "fusedcomm/plan/moves.py",
+        "        if out is not None:\n            return out\n",
+        "        if out is not None:\n            self.posted = out\n            return out\n",
         "tests/ops/test_in_place.py::test_a_result_that_is_given_is_not_posted",
     ),
     "a result that nobody posts takes no block": Control(
-        "fusedcomm/algorithms/transport.py",
-        "if posted and self.workspace.results is not None:",
-        "if self.workspace.results is not None:",
+        "fusedcomm/runtime/workspace.py",
+        "if posted and self.results is not None:",
+        "if self.results is not None:",
         "tests/ops/test_result_memory.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
     ),
     # results in symmetric memory

@@ -85,6 +85,7 @@ class Gpus(TorchDispatchMode):
             enter(mock.patch.object(stream_writes, "available", lambda device: self.writes_words))
             enter(mock.patch.object(stream_writes, "write", self._write))
             enter(mock.patch.dict(launch_order._last, clear=True))
+            enter(mock.patch.object(torch, "empty", _on_cpu(torch.empty)))
             enter(self)
             yield
 
@@ -125,9 +126,12 @@ class Gpus(TorchDispatchMode):
             self._enqueue(name, lambda: func(*args, **kwargs))
             return written[0]
         made = func(*args, **kwargs)  # for its shape: the arguments hold no values yet
-        if not made.is_floating_point():  # the host's error record
+        if made.dtype == torch.uint8:  # of temporaries
+            made.fill_(0xFF)
+        elif made.is_floating_point():
+            made.fill_(float("nan"))
+        else:  # the host's error record
             return made
-        made.fill_(float("nan"))
         if torch_ops.makes_memory_alone(func):
             self.allocated.append(tuple(made.shape))
         else:
@@ -154,6 +158,15 @@ class Gpus(TorchDispatchMode):
         number = len(self.queued)
         self.queued.append(Queued(number, stream.number, name, stream.pending, run, **waits))
         stream.pending, stream.last = [], number
+
+
+def _on_cpu(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **options: Any) -> torch.Tensor:
+        if options.get("device") == DEVICE:
+            options["device"] = "cpu"
+        return empty(*args, **options)
+
+    return made
 
 
 def _store(address: int, value: int) -> None:

@@ -55,14 +55,6 @@ _TF32 = (TileConfig(128, 128, 32, 8, 8, 3, halves=True), TileConfig(64, 64, 32, 
 _FP32 = (TileConfig(64, 64, 16, 8, 8, 3), TileConfig(32, 32, 16, 8, 4, 3))  # no tensor cores
 
 
-def architecture(device: torch.device) -> int:
-    """The key of a device's table. sm_120 has neither wgmma nor tcgen05, so its table is sm_80's."""
-    if device.type != "cuda":
-        return INTERPRETER
-    major, _ = torch.cuda.get_device_capability(device)
-    return major * 10 if major in (9, 10) else 80
-
-
 def in_runs(span: Span, block: int) -> bool:
     """Whether tiles stop at the end of each run of ``inner`` indices, so that a tile's indices are consecutive."""
     if span.inner >= span.size:

@@ -1,0 +1,203 @@
+"""`fused`: persistent Triton kernels. One kernel stores each finished tile into the peer's slot, one waits per source
+in its loop, and one adds what has arrived.
+
+A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and, on another stream, copies
+to the peers: by copy engines, or by a kernel on SMs that the matmul leaves free. Meanwhile cuBLAS multiplies this
+rank's own chunk where it lies in x, if its rows are complete without the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.spans import ChunkSpans, RoundSpans
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder, Device
+from fusedcomm.plan.chunk_matmul import GatheredMatmul
+from fusedcomm.plan.copies import copy_between, copy_runs
+from fusedcomm.plan.schedule import EndRound, Signal, Stream
+from fusedcomm.runtime.rank_order import peers_of
+
+MAIN, SENDS = Stream.MAIN, Stream.SENDS
+
+
+def push_matmul(
+    s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
+    x, w = s.contiguous(x), launches.loadable(s, w)
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out
+    for spans in _rounds(s, exchange, x):
+        with s.lane("matmul"):
+            launches.push(s, x, w, bias, spans)
+        with s.lane("copy"):
+            launches.unpack(s, out, spans)
+        s.add(EndRound(by_kernel=True))
+    return out
+
+
+def push_reduce(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    partial_bias: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
+    x, w = s.contiguous(x), launches.loadable(s, w)
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out
+    for spans in _rounds(s, exchange, x):
+        _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
+    return out
+
+
+def push_reduce_gather(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    partial_bias: Tensor | None,
+    out: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
+    has added.
+    """
+    x, w = s.contiguous(x), launches.loadable(s, w)
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out
+    reduced = s.temporary(exchange.block, x.dtype)
+    for spans in _rounds(s, exchange, x):
+        _push_sum(s, x, w, partial_bias, spans, reduced, bias, scale)
+        with s.lane("push"):
+            launches.pack(s, reduced, spans)
+        with s.lane("copy"):
+            launches.unpack(s, out, spans)
+        s.add(EndRound(by_kernel=True))
+    return out
+
+
+def _push_sum(
+    s: Builder,
+    x: Tensor,
+    w: Tensor,
+    partial_bias: Tensor | None,
+    spans: RoundSpans,
+    out: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> None:
+    with s.lane("matmul"):
+        launches.push(s, x, w, partial_bias, spans)
+    with s.lane("copy"):
+        launches.reduce(s, out, spans, bias, scale)
+    s.add(EndRound(by_kernel=True))
+
+
+def gather_matmul(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    return_gathered: bool,
+) -> list[Tensor]:
+    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x behind it if asked for.
+
+    Where K is gathered, the own chunk goes through this rank's slot: the kernel adds it to the others in registers, and
+    its loop loads by one descriptor. The product of another matmul would be rounded once more.
+    """
+    x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
+    outs = [s.result(shape, x.dtype) for shape in exchange.out_shapes]
+    gathered = s.result(exchange.shape, x.dtype) if return_gathered else None
+    by_copy = copy_engines_send(exchange, s.device, x.itemsize)
+    own = exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot
+    matmuls = [] if own else [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
+    for spans in _rounds(s, exchange, x):
+        begun = _send(s, x, spans, own, by_copy)
+        if not own:
+            _multiply_own(s, matmuls, x, spans, gathered)
+        if begun is not None:
+            s.after(MAIN, begun)
+        for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
+            last = gathered is None and i == len(outs) - 1
+            with s.lane("matmul"):
+                launches.gather_matmul(s, out, w, bias, spans, end_round=last, all_sms=by_copy, own=own)
+        if gathered is not None:
+            with s.lane("copy"):
+                launches.unpack(s, gathered, spans, own=own)
+        if s.device.is_gpu:  # the next round counts copies in the same words, or x may be freed
+            s.join(MAIN, SENDS)
+        s.add(EndRound(by_kernel=True))
+    return outs if gathered is None else [*outs, gathered]
+
+
+def _multiply_own(
+    s: Builder, matmuls: Sequence[GatheredMatmul], x: Tensor, spans: ChunkSpans, gathered: Tensor | None
+) -> None:
+    """This rank's rows of each result, and of ``gathered``, straight from x: no peer has to send first."""
+    chunk = spans.pack.view(x.view(-1), 0, s.rank)
+    for matmul in matmuls:
+        with s.lane("matmul", s.rank):
+            matmul.chunk(spans, s.rank, chunk)
+    if gathered is not None:
+        with s.lane("copy", s.rank):
+            copy_between(s, spans.unpack.view(gathered.view(-1), 0, s.rank), chunk)
+
+
+def _rounds(s: Builder, exchange: Exchange, x: Tensor) -> list[RoundSpans]:
+    assert exchange.cut is None, "kernels take chunks of one size"
+    return exchange.rounds(s.max_chunk_numel(x.dtype))
+
+
+def copy_engines_send(exchange: Exchange, device: Device, itemsize: int) -> bool:
+    """Whether copy engines send the chunks of a gather, and the matmul has all SMs.
+
+    A graph would fix the slots, and the epoch of a workspace that graphs use is known on the device alone. Copies of
+    short runs need SMs, which the matmul may hold while it waits for them; so do copies within a GPU, as between ranks
+    that share it, and signals that are kernels.
+    """
+    if exchange.sent_run * itemsize < device.least_copied:
+        return False
+    return device.is_gpu and not device.shares_gpu and not device.for_capture and device.writes_by_stream
+
+
+def _send(s: Builder, x: Tensor, spans: RoundSpans, own: bool, by_copy: bool) -> int | None:
+    """Send every rank its chunk of x, beside the matmuls that follow.
+
+    Copy engines do the work of pack_kernel with SMs free for the matmul, but for the own chunk, which comes before it.
+    Returns the event before their first copy to a peer. A kernel that waits on all SMs must come after it: if the
+    copies stood in their hardware queue behind another stream's kernel, that would find no room.
+    """
+    if not s.device.is_gpu:
+        with s.lane("push"):
+            launches.pack(s, x, spans, own=own)
+        return None
+    if not by_copy:
+        s.join(SENDS, MAIN)
+        with s.on(SENDS), s.lane("push"):
+            launches.pack(s, x, spans, own=own)
+        launches.wait_source(s, s.rank)  # all of pack has its SMs before a matmul takes the rest
+        return None
+    with s.lane("push"):
+        launches.begin_push(s)
+        if own:
+            _copy(s, x, spans, s.rank)
+        s.join(SENDS, MAIN)
+        with s.on(SENDS):
+            s.add(Signal(s.rank))  # an operation of the queue, so that the event comes after those in front of it
+            begun = s.event(SENDS)
+            for dst_rank in peers_of(s.rank, s.group_size)[:-1]:
+                _copy(s, x, spans, dst_rank)
+                s.add(Signal(dst_rank))
+    return begun
+
+
+def _copy(s: Builder, x: Tensor, spans: RoundSpans, dst_rank: int) -> None:
+    copy_runs(s, s.chunk(dst_rank, s.rank, spans, x.dtype), spans.pack.view(x.view(-1), 0, dst_rank))

@@ -1,0 +1,97 @@
+"""Single kernels on real tensors: each call is a schedule of one launch, which runs at once.
+
+``workspace``: a `Workspace`, or a stand-in with its facts, segments and kept kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder, Layout, layout_of
+from fusedcomm.plan.schedule import Schedule
+from fusedcomm.run import python_executor
+from fusedcomm.runtime.outside_modes import outside_modes
+
+
+def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Any, fingerprint: int) -> None:
+    _run("push", workspace, fingerprint, x, w, bias, spans=spans)
+
+
+def pack(
+    t: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, own: bool = True, all_sms: bool = False
+) -> None:
+    _run("pack", workspace, fingerprint, t, spans=spans, own=own, all_sms=all_sms)
+
+
+def gather_matmul(
+    out: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    spans: RoundSpans,
+    workspace: Any,
+    fingerprint: int,
+    *,
+    end_round: bool,
+    all_sms: bool = False,
+    own: bool = True,
+) -> None:
+    options = {"end_round": end_round, "all_sms": all_sms, "own": own}
+    _run("gather_matmul", workspace, fingerprint, out, w, bias, spans=spans, **options)
+
+
+def unpack(
+    out: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, end_round: bool = True, own: bool = True
+) -> None:
+    _run("unpack", workspace, fingerprint, out, spans=spans, end_round=end_round, own=own)
+
+
+def reduce(
+    out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, workspace: Any, fingerprint: int
+) -> None:
+    _run("reduce", workspace, fingerprint, out, bias=bias, spans=spans, scale=scale)
+
+
+def begin_push(workspace: Any) -> None:
+    _run("begin_push", workspace, 0)
+
+
+def signal(workspace: Any, dst_rank: int | None, fingerprint: int) -> None:
+    _run("signal", workspace, fingerprint, dst_rank=dst_rank)
+
+
+def wait_source(src_rank: int, workspace: Any, fingerprint: int) -> None:
+    _run("wait_source", workspace, fingerprint, src_rank=src_rank)
+
+
+def wait(workspace: Any, fingerprint: int) -> None:
+    _run("wait", workspace, fingerprint)
+
+
+def finish(out: Tensor, workspace: Any, fingerprint: int, *, end_round: bool) -> None:
+    _run("finish", workspace, fingerprint, out, end_round=end_round)
+
+
+def _run(name: str, workspace: Any, fingerprint: int, *tensors: Tensor | None, **options: Any) -> None:
+    """``fusedcomm.plan.launches.NAME(s, *tensors, **options)``; a bias among the options is a tensor too."""
+    bias = options.pop("bias", None)
+    inputs = [*tensors, bias]
+    layouts = tuple(None if t is None else layout_of(t) for t in inputs)
+    key = name, layouts, workspace.device_facts(), *options.values()
+    if key not in workspace.schedules:
+        workspace.schedules[key] = _plan(name, workspace, layouts, options)
+    python_executor.run(workspace.schedules[key], workspace, name, fingerprint, inputs)
+
+
+@outside_modes()
+def _plan(name: str, workspace: Any, layouts: Sequence[Layout | None], options: dict[str, Any]) -> Schedule:
+    s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
+    *tensors, bias = s.inputs
+    if name == "reduce":
+        options = {**options, "bias": bias}
+    getattr(launches, name)(s, *tensors, **options)
+    return s.finish()
