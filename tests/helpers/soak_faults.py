@@ -13,8 +13,9 @@ from unittest import mock
 
 import torch
 
-from fusedcomm.algorithms.transport import CpuTransport
 from fusedcomm.ops import prepared
+from fusedcomm.plan.schedule import Base, Copy, Multiply, Signal, Stream
+from fusedcomm.run.python_executor import Execution
 from fusedcomm.runtime import members, segment, tape, workspace
 from tests.soak import invoke, worker
 from tests.soak.jitter import jitter
@@ -40,15 +41,16 @@ def no_waits() -> Iterator[None]:
 
 @contextmanager
 def signal_before_data() -> Iterator[None]:
-    part = workspace.Round.part
+    step = Execution.step
 
-    def early(self: workspace.Round, dst_rank: int) -> torch.Tensor:
-        if dst_rank != self.workspace.rank:
-            self.signal(dst_rank)
+    def early(self: Execution, work: Any, stream: Stream) -> None:
+        to = work.out if isinstance(work, Multiply) else work.to if isinstance(work, Copy) else None
+        if to is not None and to.base == Base.SLOT and to.number != self.workspace.rank:
+            step(self, Signal(to.number), stream)
             time.sleep(LATE_S)
-        return part(self, dst_rank)
+        step(self, work, stream)
 
-    with mock.patch.object(workspace.Round, "part", early):
+    with mock.patch.object(Execution, "step", early):
         yield
 
 
@@ -66,30 +68,23 @@ def late_reads_joined() -> Iterator[None]:
         yield
 
 
-class _Arrived(CpuTransport):
-    """What has arrived, once the waits are over."""
-
-    def wait(self, round: workspace.Round, src_rank: int) -> None:
-        pass
-
-
 @contextmanager
 def _late_reads(joined: bool) -> Iterator[None]:
-    unpack, compare, signal = CpuTransport.unpack, worker._Worker._compare, workspace.Round.signal
+    step, compare = Execution.step, worker._Worker._compare
     copies: dict[int, list[Future[None]]] = defaultdict(list)  # by the thread that has waited
 
-    @torch.no_grad()  # as inside the op
-    def copy_late(round: workspace.Round, *args: Any) -> None:
+    def copy_late(to: torch.Tensor, source: torch.Tensor) -> None:
         time.sleep(LATE_S)
-        unpack(_Arrived(round.workspace), round, *args)
+        to.copy_(source)
 
-    def unpack_late(self: CpuTransport, round: workspace.Round, out: torch.Tensor, own: Any = None) -> None:
-        if round.op != "matmul_all_to_all":  # others look at the result within the call
-            unpack(self, round, out, own)
-            return
-        for src_rank in round.sources()[1:]:
-            self.wait(round, src_rank)
-        copies[get_ident()].append(thread.submit(copy_late, round, out, own))
+    def step_late(self: Execution, work: Any, stream: Stream) -> None:
+        if isinstance(work, Signal) and joined:
+            join(get_ident())
+        if isinstance(work, Copy) and work.source.base == Base.SLOT and self.op == "matmul_all_to_all":
+            # others look at the result within the call
+            copies[get_ident()].append(thread.submit(copy_late, self.tensor(work.to), self.tensor(work.source)))
+        else:
+            step(self, work, stream)
 
     def join(caller: int) -> None:
         while copies[caller]:
@@ -100,15 +95,9 @@ def _late_reads(joined: bool) -> Iterator[None]:
             join(caller)
         compare(self)
 
-    def signal_joined(self: workspace.Round, dst_rank: int) -> None:
-        if joined:
-            join(get_ident())
-        signal(self, dst_rank)
-
     with ExitStack() as patches, ThreadPoolExecutor(1) as thread:
-        patches.enter_context(mock.patch.object(CpuTransport, "unpack", unpack_late))
+        patches.enter_context(mock.patch.object(Execution, "step", step_late))
         patches.enter_context(mock.patch.object(worker._Worker, "_compare", compare_joined))
-        patches.enter_context(mock.patch.object(workspace.Round, "signal", signal_joined))
         yield
 
 

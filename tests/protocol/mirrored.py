@@ -9,13 +9,13 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/segment.py:HeaderLayout": ("flag slot post mark", "1c9c738f24f6"),
         "fusedcomm/runtime/workspace.py:Workspace": ("rounds begin round launched handshake", "864682fb522c"),
         "fusedcomm/runtime/workspace.py:Round": ("_chunk", "376bae364b30"),
-        "fusedcomm/algorithms/chunked.py": (
-            "push_matmul push_reduce push_reduce_gather gather_matmul _push _chunk_from",
-            "a4a4a584d381",
+        "fusedcomm/plan/chunked.py": (
+            "push_matmul push_reduce push_reduce_gather gather_matmul _multiply_from",
+            "fc1b24e539fe",
         ),
-        "fusedcomm/algorithms/fused.py": (
-            "push_matmul push_reduce push_reduce_gather gather_matmul _launched _beside _copy",
-            "7ca9e424047a",
+        "fusedcomm/plan/fused.py": (
+            "push_matmul push_reduce push_reduce_gather gather_matmul _push_sum _send _copy",
+            "2aa28b888008",
         ),
         "fusedcomm/runtime/launch_order.py": ("ordered", "c5d19c3f0e01"),
         "fusedcomm/algorithms/planner.py": ("_reject_uneven _reject_reason", "571d30bd5eb0"),
@@ -28,13 +28,13 @@ MIRRORED: Mirrors = {
         "kernels/cpu/tape.h": ("operator() chunks", "9f23334c9924"),
         "kernels/cpu/prepared_calls.cpp": ("run_rounds", "555e70af4d72"),
         "fusedcomm/runtime/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
-        "fusedcomm/algorithms/transport.py:CpuTransport": ("pack chunks _order _places unpack reduce", "1a4468357e57"),
-        "fusedcomm/algorithms/transport.py:CudaTransport": (
-            "send pack unpack _unpack_parts reduce finish begin _signal",
-            "e8cf6414f6a2",
+        "fusedcomm/plan/moves.py:Moves": (
+            "begin push _push_staged pack unpack _unpack_by_kernel _unpack_parts reduce finish _end_round _signal",
+            "abc2377cf621",
         ),
-        "fusedcomm/algorithms/kernel_launch.py": ("push pack gather_matmul unpack reduce", "95771134a13b"),
-        "fusedcomm/runtime/signals.py": ("signal wait", "bee14092dcd9"),
+        "fusedcomm/plan/launches.py": ("push pack gather_matmul unpack reduce signal _finish", "cd1581eefbd2"),
+        "fusedcomm/run/python_executor.py:Execution": ("steps step tensor _base _signal _end_round", "3807ec0eacf8"),
+        "fusedcomm/runtime/signals.py": ("signal wait", "e237958663e7"),
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
         "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "87bc39cdc887"),
         "kernels/triton/handshake.py": ("signal_kernel finish_kernel", "470bacf2e47d"),
@@ -46,14 +46,14 @@ MIRRORED: Mirrors = {
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
         "kernels/triton/copy.py": ("pack_kernel", "f242dfd29061"),
         "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "43544b44f3a8"),
-        "fusedcomm/algorithms/fused.py": ("gather_matmul _beside", "7580b743b18b"),
+        "fusedcomm/plan/fused.py": ("gather_matmul _send", "3f37a873caca"),
     },
     "model.ProtocolModel: calls": {
         "fusedcomm/runtime/workspace.py:Workspace": (
             "enter check check_peers signal _must_stop wait breakers",
             "b43a50717ed3",
         ),
-        "fusedcomm/algorithms/fused.py": ("_kernels", "fdfa9352a711"),
+        "fusedcomm/run/calls.py": ("run", "99972e656de8"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "9960178bc941"),
         "kernels/cpu/prepared_calls.cpp": ("run", "7b5de4552b31"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
@@ -65,7 +65,7 @@ MIRRORED: Mirrors = {
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
         "kernels/triton/rounds.py": ("wait_source must_poison next_push", "3b4714b0cc98"),
         "kernels/triton/handshake.py": ("wait_source_kernel begin_push_kernel", "5e8de1da4009"),
-        "fusedcomm/runtime/signals.py": ("begin_push", "bb74147c5cb6"),
+        "fusedcomm/plan/launches.py": ("begin_push wait_source", "5a313c8cb1f3"),
     },
     "model.ProtocolModel: failures and resets": {
         "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "8b9300a69f20"),
@@ -79,10 +79,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
     },
     "results.ResultsInPlace": {
-        "fusedcomm/algorithms/transport.py:CpuTransport": (
-            "result _empty _shared begin _places pack arrivals unpack",
-            "960451698b0c",
-        ),
+        "fusedcomm/plan/moves.py:Moves": ("result begin push pack _ask arrivals unpack", "84f95b733ddb"),
         "kernels/cpu/rounds.h": (
             "empty post post_of is_peer_late has_posted posted mark_in_place mark is_in_place",
             "6ce18dc36fce",
