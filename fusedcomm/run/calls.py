@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedcomm.plan.builder import Builder, Layout, layout_of
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
+from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.launch_order import ordered
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.workspace import Call
@@ -33,6 +34,8 @@ def run(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> 
     A round that is left half way breaks the workspace: the peers have seen its signals.
     """
     workspace, schedule = call.workspace, schedule_of(call, program, *operands, **facts)
+    fixed = is_capturing(workspace.device) or workspace.captured  # replays move the epoch, which the host cannot know
+    assert schedule.can_be_captured or not fixed, "the slots of a captured round would stay where they are"
     workspace.enter(call.op, call.fingerprint)
     inputs = _flat(operands)
     with ordered(workspace), workspace.guarded(call.op):

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.algorithms import fused
 from fusedcomm.runtime.workspace import Workspace
-from tests.algorithms.test_transport import BF16, COLUMNS, EXCHANGE, FP32, ROWS, Run, cut_in
+from tests.algorithms.test_chunked_orders import BF16, COLUMNS, EXCHANGE, FP32, ROWS, Run, cut_in
 from tests.helpers.problems import Problem, integers
 from tests.helpers.schedule.random_orders import NoProgressError
 from tests.helpers.tiers import thorough_but

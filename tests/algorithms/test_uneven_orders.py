@@ -19,7 +19,7 @@ from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
 from fusedcomm.plan import chunk_matmul, launches, moves
 from fusedcomm.runtime.workspace import Call, Workspace
-from tests.algorithms.test_transport import FINGERPRINT, Run, cut_in, left_half_way
+from tests.algorithms.test_chunked_orders import FINGERPRINT, Run, cut_in, left_half_way
 from tests.helpers.schedule.random_orders import NoProgressError
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven

@@ -28,13 +28,13 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/descriptors.py",
         "tuple(x.shape), (x.shape[1], 1)",
         "tuple(x.shape), (x.stride(0), 1)",
-        "tests/algorithms/test_kernel_launch.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
+        "tests/algorithms/test_descriptors.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
     ),
     "rows of w that overlap have no descriptor": Control(
         "fusedcomm/plan/descriptors.py",
         "        and step >= row\n",
         "",
-        "tests/algorithms/test_kernel_launch.py::test_rows_that_overlap_have_no_descriptor[False]",
+        "tests/algorithms/test_descriptors.py::test_rows_that_overlap_have_no_descriptor[False]",
     ),
     "exchanges of uneven shards stay": Control(
         "fusedcomm/compile/graph/normalize.py",
@@ -119,7 +119,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/descriptors.py",
         "        and step * w.itemsize < _DESCRIBED_BYTES\n",
         "",
-        "tests/algorithms/test_kernel_launch.py::test_strides_of_descriptors_are_below_a_terabyte",
+        "tests/algorithms/test_descriptors.py::test_strides_of_descriptors_are_below_a_terabyte",
     ),
     # hangs
     "a bound of waits": Control(
@@ -289,19 +289,19 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/moves.py",
         "                self.copied[dst_rank] = s.event(SENDS)\n",
         "",
-        "tests/algorithms/test_transport.py::test_each_round_takes_the_staging_of_the_last_one",
+        "tests/algorithms/test_chunked_orders.py::test_each_round_takes_the_staging_of_the_last_one",
     ),
     "the callers of chunked come after all of its streams": Control(
         "fusedcomm/plan/moves.py",
         "            self.s.join(MAIN, SENDS)\n            self.s.join(MAIN, READS)",
         "            pass",
-        "tests/algorithms/test_transport.py::test_every_op_is_right_in_a_random_order",
+        "tests/algorithms/test_chunked_orders.py::test_every_op_is_right_in_a_random_order",
     ),
     "Ctrl-C in a call leaves none of its streams running on": Control(
         "fusedcomm/run/python_executor.py",
         "        execution.join()\n        raise",
         "        raise",
-        "tests/algorithms/test_transport.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",
+        "tests/algorithms/test_chunked_orders.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",
     ),
     # parts of different sizes
     "chunks of different sizes lie as far apart as the largest": Control(
