@@ -12,7 +12,8 @@ from pathlib import Path
 # Lowest first: a room imports only rooms that stand before it. What is outside of the package stands above all.
 LAYERS = (
     *("env", "errors", "files", "machine", "redact", "geometry", "reference"),
-    *("kernels", "cost", "runtime", "algorithms", "ops", "symm_mem", "parallel", "nn", "redistribution"),
+    *("kernels", "cost", "plan", "runtime", "run", "algorithms"),
+    *("ops", "symm_mem", "parallel", "nn", "redistribution"),
     "__init__",  # what `import fusedcomm` offers
     *("launch", "compile", "testing", "bench", "tools", "__main__"),
 )

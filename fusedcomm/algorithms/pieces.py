@@ -19,7 +19,7 @@ from fusedcomm.run.now import Now
 from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime.group import find
 from fusedcomm.runtime.profiler import lane
-from fusedcomm.runtime.rank_order import peers_of, sources_of
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.runtime.workspace import Call
 
 _c10d = torch.ops._c10d_functional

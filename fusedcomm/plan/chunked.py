@@ -21,7 +21,7 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.moves import Arrival, Moves
-from fusedcomm.runtime.rank_order import sources_of
+from fusedcomm.geometry.rank_order import sources_of
 
 
 def push_matmul(

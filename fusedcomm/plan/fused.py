@@ -19,7 +19,7 @@ from fusedcomm.plan.builder import Builder, Device
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
-from fusedcomm.runtime.rank_order import peers_of
+from fusedcomm.geometry.rank_order import peers_of
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
 

@@ -29,8 +29,7 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Signal, Stream, Test, Wait
-from fusedcomm.runtime.rank_order import peers_of, sources_of
-from fusedcomm.runtime.segment import NUM_SLOTS
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 
 MAIN, SENDS, READS = Stream
 
@@ -80,7 +79,7 @@ class Moves:
             with s.on(READS):  # where SMs have just become free, and before the first matmul: none holds it up
                 launches.begin_push(s)
             s.join(SENDS, READS)
-            if len(self.ended) == NUM_SLOTS:
+            if len(self.ended) == s.memory.layout.num_slots:
                 s.after(MAIN, self.ended[0])
         elif out is not None and out is self.posted:
             s.add(Post(s.place(out)))
@@ -285,7 +284,7 @@ class Moves:
 
     def _end_round(self) -> None:
         s = self.s
-        self.ended = [*self.ended, s.event(READS)][-NUM_SLOTS:]
+        self.ended = [*self.ended, s.event(READS)][-s.memory.layout.num_slots :]
         s.add(EndRound(by_kernel=True))
 
     def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:

@@ -32,7 +32,7 @@ from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.patience import Patience
 from fusedcomm.runtime.posts import Posts
-from fusedcomm.runtime.rank_order import peers_of, sources_of
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import (
     ABANDONED,

@@ -27,10 +27,10 @@ MIRRORED: Mirrors = {
         "kernels/cpu/rounds.h": ("slot slot_offset end", "65998c65e20e"),
         "kernels/cpu/tape.h": ("operator() chunks", "9f23334c9924"),
         "kernels/cpu/prepared_calls.cpp": ("run_rounds", "555e70af4d72"),
-        "fusedcomm/runtime/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
+        "fusedcomm/geometry/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
         "fusedcomm/plan/moves.py:Moves": (
             "begin push _push_staged pack unpack _unpack_by_kernel _unpack_parts reduce finish _end_round _signal",
-            "abc2377cf621",
+            "d8693df3b567",
         ),
         "fusedcomm/plan/launches.py": ("push pack gather_matmul unpack reduce signal _finish", "cd1581eefbd2"),
         "fusedcomm/run/python_executor.py:Execution": ("steps step tensor _base _signal _end_round", "3807ec0eacf8"),
@@ -53,7 +53,7 @@ MIRRORED: Mirrors = {
             "enter check check_peers signal _must_stop wait breakers",
             "b43a50717ed3",
         ),
-        "fusedcomm/run/calls.py": ("run", "99972e656de8"),
+        "fusedcomm/run/calls.py": ("run", "835774f0df42"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "9960178bc941"),
         "kernels/cpu/prepared_calls.cpp": ("run", "7b5de4552b31"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
@@ -79,7 +79,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
     },
     "results.ResultsInPlace": {
-        "fusedcomm/plan/moves.py:Moves": ("result begin push pack _ask arrivals unpack", "84f95b733ddb"),
+        "fusedcomm/plan/moves.py:Moves": ("result begin push pack _ask arrivals unpack", "b684e60c2ccc"),
         "kernels/cpu/rounds.h": (
             "empty post post_of is_peer_late has_posted posted mark_in_place mark is_in_place",
             "6ce18dc36fce",

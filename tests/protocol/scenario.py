@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fusedcomm.runtime.rank_order import peers_of, sources_of
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.runtime.segment import NUM_SLOTS
 
 
