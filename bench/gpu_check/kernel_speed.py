@@ -18,7 +18,6 @@ from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.plan import tiles
 from fusedcomm.runtime.segment import FINGERPRINT_BITS
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import launch_now
@@ -106,9 +105,7 @@ def gather(x: Tensor, w: Tensor, all_sms: bool = False) -> KernelProblem:
     return KernelProblem(
         workspace,
         out,
-        lambda: launch_now.gather_matmul(
-            out, w, None, spans, workspace, FINGERPRINT, end_round=False, all_sms=all_sms
-        ),
+        lambda: launch_now.gather_matmul(out, w, None, spans, workspace, FINGERPRINT, end_round=False, all_sms=all_sms),
     )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm.geometry.exchange import ALIGNED, aligned_numel
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
 from fusedcomm.plan.copies import copy_between
@@ -19,7 +20,6 @@ from fusedcomm.run.now import Now
 from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime.group import find
 from fusedcomm.runtime.profiler import lane
-from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.runtime.workspace import Call
 
 _c10d = torch.ops._c10d_functional

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.geometry.rank_order import sources_of
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.moves import Arrival, Moves
-from fusedcomm.geometry.rank_order import sources_of
 
 
 def push_matmul(

@@ -35,7 +35,10 @@ _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 
 
 def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans) -> None:
-    """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it. x [..., K]; w [K, N] or [..., K, N]."""
+    """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it.
+
+    x [..., K]; w [K, N] or [..., K, N].
+    """
     if spans.chunk_numel == 0:
         signal(s, None)
         return

@@ -47,7 +47,7 @@ def run(
     except BaseException:
         execution.join()
         raise
-    return [execution.tensor(place) for place in schedule.returned]
+    return [execution.returned(place) for place in schedule.returned]
 
 
 class Execution:
@@ -122,6 +122,12 @@ class Execution:
                 self.streams[stream].wait_event(self.events[work.event])
             case EndRound():
                 self._end_round(work.by_kernel)
+
+    def returned(self, place: Place) -> Tensor:
+        """The tensor itself where it is returned whole, and not a view of it."""
+        base = self._base(place)
+        is_whole = (place.offset, place.sizes, place.strides) == (0, tuple(base.shape), base.stride())
+        return base if is_whole and base.dtype == place.dtype else self.tensor(place)
 
     def tensor(self, place: Place) -> Tensor:
         """A Place's tensor in this run and round."""

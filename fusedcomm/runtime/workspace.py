@@ -23,6 +23,7 @@ from torch import Tensor
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.runtime import canaries, stream_writes, tape, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
@@ -32,7 +33,6 @@ from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.runtime.patience import Patience
 from fusedcomm.runtime.posts import Posts
-from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.runtime.results import Results
 from fusedcomm.runtime.segment import (
     ABANDONED,

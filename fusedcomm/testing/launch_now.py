@@ -50,9 +50,7 @@ def unpack(
     _run("unpack", workspace, fingerprint, out, spans=spans, end_round=end_round, own=own)
 
 
-def reduce(
-    out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, workspace: Any, fingerprint: int
-) -> None:
+def reduce(out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, workspace: Any, fingerprint: int) -> None:
     _run("reduce", workspace, fingerprint, out, bias=bias, spans=spans, scale=scale)
 
 

@@ -20,8 +20,8 @@ from fusedcomm.algorithms import chunked
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
 from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.plan import chunk_matmul, copies
 from fusedcomm.plan import chunked as plan
+from fusedcomm.plan import copies
 from fusedcomm.plan.builder import Device
 from fusedcomm.run import calls
 from fusedcomm.run.python_executor import Execution

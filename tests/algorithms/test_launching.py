@@ -86,5 +86,5 @@ def test_there_is_an_end_to_schedules_and_kernels(monkeypatch: pytest.MonkeyPatc
     for rows in range(2, 20, 2):
         x = torch.zeros(rows, 8)
         schedule(workspace, x, w, exchange_of(x, w))
-        launching.launch(Launch("module.kernel", 1, (), ()), workspace, 1, lambda place: x)
+        launching.launch(Launch("module.kernel", 1, (), ()), workspace, 1, lambda place: w)
     assert len(workspace.schedules) <= 4 and len(workspace.kernels) <= 4

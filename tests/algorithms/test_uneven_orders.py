@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from fusedcomm.algorithms import chunked
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
-from fusedcomm.plan import chunk_matmul, launches, moves
+from fusedcomm.plan import launches, moves
 from fusedcomm.runtime.workspace import Call, Workspace
 from tests.algorithms.test_chunked_orders import FINGERPRINT, Run, cut_in, left_half_way
 from tests.helpers.schedule.random_orders import NoProgressError

@@ -99,7 +99,7 @@ class LaunchPath:
         JITFunction.run = run
         execute = python_executor.run
 
-        def executed(schedule: Any, workspace: Any, op: str, fingerprint: int, inputs: Sequence[Tensor | None]) -> Any:
+        def executed(schedule: Any, workspace: Any, op: str, fingerprint: int, inputs: Sequence[Any]) -> Any:
             path.gpu.know(inputs)
             return execute(schedule, workspace, op, fingerprint, inputs)
 
@@ -412,9 +412,7 @@ def _launches() -> dict[str, Callable[[], None]]:
         "push": lambda: launch_now.push(x, w, bias, push, workspace, 1),
         "unpack": lambda: launch_now.unpack(out, push, workspace, 1),
         "pack": lambda: launch_now.pack(x, gather, workspace, 1, own=False),
-        "gather": lambda: launch_now.gather_matmul(
-            gathered, w, bias, gather, workspace, 1, end_round=True, own=False
-        ),
+        "gather": lambda: launch_now.gather_matmul(gathered, w, bias, gather, workspace, 1, end_round=True, own=False),
         "signal": lambda: launch_now.signal(workspace, None, 1),
         "wait": lambda: launch_now.wait_source(0, workspace, 1),
     }

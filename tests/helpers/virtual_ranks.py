@@ -44,7 +44,9 @@ class VirtualRank:
         return FewPrograms(architecture=ARCHITECTURE, triton=(3, 7), allow_tf32=tf32_allowed())
 
     def memory_facts(self) -> Memory:
-        return Memory(self.rank, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)
+        return Memory(
+            self.rank, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout
+        )
 
     def word(self, offset: int, count: int = 1) -> Tensor:
         return self.segment[offset : offset + 8 * count].view(torch.int64)

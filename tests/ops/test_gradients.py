@@ -11,7 +11,6 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.geometry import exchange
-from fusedcomm.plan import chunk_matmul
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients, loss_weights

@@ -30,9 +30,9 @@ from torch.distributed import HashStore
 import fusedcomm
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, TUNED
+from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.runtime import group as groups
-from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.runtime.segment import HeaderLayout
 from fusedcomm.runtime.workspace import Round, Workspace
 from fusedcomm.testing import launch_now
