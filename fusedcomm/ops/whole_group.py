@@ -75,8 +75,8 @@ class WholeGroup:
 
     def exchange(self, x: Tensor, w: Tensor, num_ranks: int, splits: Splits = EVEN) -> Exchange:
         """The geometry of the op's call."""
-        dims = {"gather_dim": self.gather_dim or 0, "scatter_dim": self.scatter_dim or 0}
-        args = Arguments(x, [w], [None], num_ranks, "", splits, **dims)
+        args = Arguments(x, [w], [None], num_ranks, group_name="", splits=splits)
+        args = args._replace(gather_dim=self.gather_dim or 0, scatter_dim=self.scatter_dim or 0)
         exchange: Exchange = getattr(exchanges, self.op)(args)
         return exchange
 
