@@ -70,7 +70,9 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
                 name = _begin(spec, args, call, plan, ours, record, kernels)
                 if call.memory is not None:
                     made = spec.algorithms[name](call, *operands)
-                    if seen is not None:
+                    if is_capturing(ours.device):  # replays will move the epoch that plans count on the host
+                        ours.prepare_anew()
+                    elif seen is not None:
                         seen.call, seen.kind = call, record.kind()
                     if kernels is not None and call.ran.schedule.can_be_captured:
                         ours.loaded.add((kernels, call.memory.slot_bytes))

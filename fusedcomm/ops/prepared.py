@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm.errors import text_of
 from fusedcomm.run.native_plan import Source, load
+from fusedcomm.run.packing import NotPackableError
 from fusedcomm.runtime import dumps
 from fusedcomm.runtime.members import known_member
 from fusedcomm.runtime.native_part import loaded
@@ -61,7 +62,12 @@ class Seen:
             calls.refuse(key)
             return
         workspace, fingerprint = self.call.workspace, self.call.fingerprint
-        plan = load(ran.schedule, workspace, sources)
+        try:
+            plan = load(ran.schedule, workspace, fingerprint, sources)
+        except NotPackableError as error:
+            log.debug("a call of %s is not prepared: %s", self.call.op, error)
+            calls.refuse(key)
+            return
         outputs = [_output(each, ran.returned) for each in (result if isinstance(result, tuple) else (result,))]
         rescue = Rescue(self.call.op, fingerprint, workspace)
         calls.add_plan(key, plan, outputs, fingerprint, self.kind, workspace, rescue)

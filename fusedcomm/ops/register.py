@@ -57,12 +57,12 @@ def _define_out(spec: OpSpec) -> None:
 def _register_kernel(spec: OpSpec, overload: str) -> None:
     name, kernel = f"{spec.name}.{overload}".removesuffix("."), partial(_kernel, spec)
     torch.library.register_fake(f"fusedcomm::{name}", partial(_fake, spec), lib=lib)
-    lib.impl(name, kernel, "CUDA")
-    if native is None:
-        lib.impl(name, kernel, "CPU")
-    else:
-        made = native.register_cpu_kernel(f"fusedcomm::{spec.name}", overload, kernel, prepared.record)
-        _native_kernels.append(made)
+    for device_type in ("CPU", "CUDA"):
+        if native is None:
+            lib.impl(name, kernel, device_type)
+        else:
+            about = f"fusedcomm::{spec.name}", overload, device_type == "CUDA"
+            _native_kernels.append(native.register_kernel(*about, kernel, prepared.record))
 
 
 def _kernel(spec: OpSpec, *args: Any, out: Tensor | None = None, seen: prepared.Seen | None = None) -> Any:

@@ -11,6 +11,7 @@ from fusedcomm.plan.schedule import (
     Base,
     Copy,
     EndRound,
+    Launch,
     Mark,
     Multiply,
     Place,
@@ -22,6 +23,8 @@ from fusedcomm.plan.schedule import (
     Step,
     Wait,
 )
+from fusedcomm.run.packing import NotPackableError, pack
+from fusedcomm.runtime.launch_order import order_of
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.workspace import Workspace
 
@@ -35,28 +38,46 @@ class Source(NamedTuple):
     offset: int  # bytes
 
 
-def load(schedule: Schedule, workspace: Workspace, sources: Sequence[Source | None]) -> Any:
-    """``sources``: of each input, None for one that is not there."""
+def load(schedule: Schedule, workspace: Workspace, fingerprint: int, sources: Sequence[Source | None]) -> Any:
+    """``sources``: of each input, None for one that is not there. On GPUs the schedule has run, so that its kernels are
+    compiled and loaded.
+    """
     plan = loaded().Plan(
         workspace.group_size,
         workspace.device,
         workspace.streams(),
-        None,
+        order_of(workspace) if workspace.device.type == "cuda" else None,
         list(schedule.results),
         schedule.temporary_bytes,
         list(schedule.temporaries),
         schedule.num_events,
     )
     for step in schedule.steps:
-        _append(plan, step, sources)
+        if isinstance(step.work, Launch):
+            _append_launch(plan, step, workspace, fingerprint, sources)
+        else:
+            _append(plan, step, sources)
     plan.finish(_places(schedule.returned, sources))
     return plan
 
 
-def _append(plan: Any, step: Step, sources: Sequence[Source | None]) -> None:
-    native, work = loaded(), step.work
+def _append_launch(
+    plan: Any, step: Step, workspace: Workspace, fingerprint: int, sources: Sequence[Source | None]
+) -> None:
+    kept = workspace.kernels.get(id(step.work))
+    if kept is None:
+        raise NotPackableError("Triton has not said which kernel it launches")
+    places, packed = pack(step.work, kept[1], workspace, fingerprint)
+    plan.launch(_facts(step), _places(places, sources), *packed)
+
+
+def _facts(step: Step) -> tuple[str, int, tuple[int, int, int]]:
     when = _ALWAYS if step.when is None else (int(step.when.test), step.when.rank, int(step.when.answer))
-    facts = step.lane, int(step.stream), when
+    return step.lane, int(step.stream), when
+
+
+def _append(plan: Any, step: Step, sources: Sequence[Source | None]) -> None:
+    native, work, facts = loaded(), step.work, _facts(step)
 
     def places(*given: Place | None) -> list[Any]:
         return _places([each for each in given if each is not None], sources)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fusedcomm.runtime.native_part import native
+
 WARM_UP = "call the op once with these shapes on every rank inside fusedcomm.before_capture() first"
 MOST_LOADED = 1024
 
@@ -30,12 +32,18 @@ def before_capture() -> Iterator[None]:
             y = fusedcomm.matmul_all_reduce(x, w)
         assert (y == 16).all()
     """
-    global _warm_ups
-    _warm_ups += 1
+    _count_warm_ups(1)
     try:
         yield
     finally:
-        _warm_ups -= 1
+        _count_warm_ups(-1)
+
+
+def _count_warm_ups(more: int) -> None:
+    global _warm_ups
+    _warm_ups += more
+    if native is not None:
+        native.set_warm_ups(_warm_ups)
 
 
 def is_capturing(device: torch.device) -> bool:

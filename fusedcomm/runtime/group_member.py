@@ -260,10 +260,10 @@ class Member:
 
     def prepare_calls(self) -> None:
         """From now on keep tapes of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
-        if native is None or self.device.type != "cpu" or self.topology.check:
+        if native is None or self.topology.check:
             return
         if (segment.NUM_SLOTS, segment.POST_BYTES) == (native.NUM_SLOTS, native.POST_BYTES):
-            self.prepared = native.PreparedCalls(self.group_name, self.lock, self.counters)
+            self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
 
     def prepare_anew(self) -> None:
         """Drop the tapes of earlier calls, which stand for another workspace or another plan, or take too much."""

@@ -8,16 +8,38 @@ on the stream of those calls, or let one stream wait for the other.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.workspace import Workspace
 
-_last: dict[tuple[torch.device, int], torch.cuda.Event] = {}
-_locks: dict[tuple[torch.device, int], threading.RLock] = defaultdict(threading.RLock)
+
+class _Order:
+    """As native.LaunchOrder."""
+
+    def __init__(self) -> None:
+        self._lock, self._last = threading.RLock(), None
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        if self._last is not None:
+            stream.wait_event(self._last)
+
+    def end(self, stream: torch.cuda.Stream) -> None:
+        self._last = stream.record_event()
+
+
+_orders: dict[tuple[torch.device, int], Any] = {}
+
+
+def order_of(workspace: Workspace) -> Any:
+    """The order that plans of the native part and launches from Python share."""
+    key = workspace.device, workspace.lane
+    return _orders.get(key) or _orders.setdefault(key, _Order() if native is None else native.LaunchOrder())
 
 
 @contextmanager
@@ -26,12 +48,13 @@ def ordered(workspace: Workspace) -> Iterator[None]:
     if workspace.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         yield
         return
-    key = (workspace.device, workspace.lane)
-    with _locks[key]:
-        stream = torch.cuda.current_stream(workspace.device)
-        if key in _last:
-            stream.wait_event(_last[key])
+    order, stream = order_of(workspace), torch.cuda.current_stream(workspace.device)
+    order.acquire()
+    try:
+        order.begin(stream)
         try:
             yield
         finally:
-            _last[key] = stream.record_event()
+            order.end(stream)
+    finally:
+        order.release()

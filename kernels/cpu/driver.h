@@ -54,6 +54,7 @@ class Driver {
 
   struct Encoding {
     int dtype, swizzle, fill;
+    bool is_small;  // of a tensor for which a driver up to 13.1 sets a bit that must not be there, as CUTLASS found
     std::vector<uint64_t> sizes, strides;  // the innermost dim first; its stride, 1, is left out
     std::vector<uint32_t> box;
   };
@@ -64,6 +65,7 @@ class Driver {
                   encoding.strides.data(), encoding.box.data(), ones, kNoInterleave, encoding.swizzle, kPromote128Bytes,
                   encoding.fill),
           "cuTensorMapEncodeTiled");
+    if (encoding.is_small) map->words[1] &= ~(uint64_t{1} << 21);
   }
 
   // A thread that torch has made no call of CUDA's runtime from has no context yet.

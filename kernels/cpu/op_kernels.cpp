@@ -16,6 +16,7 @@ namespace {
 
 namespace py = pybind11;
 
+std::atomic<int64_t> num_warm_ups{0};  // how many `before_capture` this process is in
 std::atomic<int64_t> forced_algorithm{0};  // a number for what `force_algorithm` says, which is part of every key
 
 // Calls Python's kernel with the arguments on the stack, and puts its results there.
@@ -57,18 +58,28 @@ size_t index_of_group_name(const c10::OperatorHandle& op) {
   return static_cast<size_t>(*index);
 }
 
-class CpuKernel final : public c10::OperatorKernel {
+// Whether a call on a GPU must run in Python: a CUDA graph is captured, or will be (`before_capture`).
+bool is_for_capture(c10::Device device) {
+  if (num_warm_ups > 0) return true;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return Driver::get().is_capturing(guard.getStreamNativeHandle(guard.getStream(device)));
+}
+
+// The kernel of an op on CPU or CUDA tensors.
+class OpKernel final : public c10::OperatorKernel {
  public:
-  CpuKernel(int64_t id, const c10::OperatorHandle& op, py::object kernel, py::object record)
+  OpKernel(int64_t id, const c10::OperatorHandle& op, py::object kernel, py::object record)
       : id_(id), group_name_(index_of_group_name(op)), kernel_(std::move(kernel)), record_(std::move(record)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, std::vector<c10::IValue>* stack) {
     const size_t num_arguments = op.schema().arguments().size();
     const auto arguments = c10::ArrayRef<c10::IValue>(*stack).slice(stack->size() - num_arguments);
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // `.out` comes with it
-    const auto calls = PreparedCalls::of(arguments[group_name_].toStringRef());
-    if (calls == nullptr) return run_python(op, *stack);
-    Key key{calls->generation(), id_, forced_algorithm};
+    const c10::Device device = device_of(arguments);
+    const auto calls = PreparedCalls::of(arguments[group_name_].toStringRef(), device);
+    if (calls == nullptr || (device.is_cuda() && is_for_capture(device))) return run_python(op, *stack);
+    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    Key key{calls->generation(), id_, forced_algorithm, static_cast<int64_t>(precision)};
     std::vector<at::Tensor> tensors;
     if (!make_key(arguments, key, tensors)) return run_python(op, *stack);
     const auto [call, is_known] = calls->find(key);
@@ -303,7 +314,8 @@ void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::
                              posts, marks, slots, slot_bytes, std::move(results), storages(heaps),
                              reinterpret_cast<int64_t*>(warm_until)},
                             reinterpret_cast<int64_t*>(epoch),
-                            reinterpret_cast<const int64_t*>(error_record)};
+                            reinterpret_cast<const int64_t*>(error_record),
+                            !segments.front().is_cpu()};
   calls.clear(std::make_shared<const CallContext>(context), resets);
 }
 
@@ -364,8 +376,9 @@ void bind_op_kernels(py::module_& m) {
   bind_training_calls(m);
 
   py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have tapes.")
-      .def(py::init([](const std::string& group_name, std::shared_ptr<CallLock> lock, const py::buffer& counters) {
-        auto calls = std::make_shared<PreparedCalls>(group_name, std::move(lock), counters);
+      .def(py::init([](const std::string& group_name, c10::Device device, std::shared_ptr<CallLock> lock,
+                       const py::buffer& counters) {
+        auto calls = std::make_shared<PreparedCalls>(group_name, device, std::move(lock), counters);
         PreparedCalls::enlist(calls);
         return calls;
       }))
@@ -380,18 +393,19 @@ void bind_op_kernels(py::module_& m) {
       })
       .def("__len__", &PreparedCalls::size);
 
-  m.def("register_cpu_kernel", [](const std::string& op, const std::string& overload, py::object kernel,
-                                  py::object record) {
+  m.def("register_kernel", [](const std::string& op, const std::string& overload, bool on_gpu, py::object kernel,
+                              py::object record) {
     static int64_t num_kernels = 0;
     const auto handle = find_op(op, overload);
-    return register_kernel(handle, c10::DispatchKey::CPU,
-                           std::make_unique<CpuKernel>(++num_kernels, handle, std::move(kernel), std::move(record)));
+    return register_kernel(handle, on_gpu ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU,
+                           std::make_unique<OpKernel>(++num_kernels, handle, std::move(kernel), std::move(record)));
   });
   m.def("register_autograd_kernel", [](const std::string& op, py::object kernel, bool takes_keyset, py::object formula) {
     const auto handle = find_op(op, "");
     return register_kernel(handle, c10::DispatchKey::Autograd,
                            std::make_unique<AutogradKernel>(handle, std::move(kernel), takes_keyset, std::move(formula)));
   });
+  m.def("set_warm_ups", [](int64_t number) { num_warm_ups = number; });
   m.def("set_forced_algorithm", [](int64_t number) { forced_algorithm = number; });
   m.def("alias", &alias);
   m.def("recorded_calls", &recorded_calls);

@@ -72,7 +72,11 @@ class Plan::Run {
   Run(Plan& plan, const std::vector<at::Tensor>& inputs, Rounds& rounds)
       : plan_(plan), inputs_(inputs), rounds_(rounds), posted_(static_cast<size_t>(plan.group_size_)),
         answers_(3 * static_cast<size_t>(plan.group_size_)) {
-    const auto& [device, streams, _] = plan.device_;
+    const auto& [device, streams, order] = plan.device_;
+    if (!device.is_cpu()) {
+      guard_.emplace(device);
+      streams_.emplace(device, streams, plan.events_);
+    }
     for (const Result& each : plan.results_) {
       results_.push_back(device.is_cpu() ? rounds.empty(each.shape, each.dtype, each.posted)
                                          : at::empty(each.shape, at::TensorOptions(device).dtype(each.dtype)));
@@ -80,14 +84,13 @@ class Plan::Run {
     if (plan.temporary_bytes_ > 0) {
       temporaries_ = at::empty({plan.temporary_bytes_}, at::TensorOptions(device).dtype(at::kByte));
     }
-    if (!device.is_cpu()) streams_.emplace(device, streams, plan.events_);
   }
 
   // The streams of a GPU are joined, however the steps end.
   void steps() {
     if (!streams_) return in_order();
     LaunchOrder& order = *plan_.device_.order;
-    const std::lock_guard<std::mutex> guard(order.mutex());
+    const std::lock_guard<std::recursive_mutex> guard(order.mutex());
     order.begin(streams_->main());
     try {
       in_order();
@@ -258,6 +261,7 @@ class Plan::Run {
   Rounds& rounds_;
   std::vector<at::Tensor> results_;
   at::Tensor temporaries_;
+  std::optional<c10::DeviceGuard> guard_;
   std::optional<Streams> streams_;  // of a GPU
   std::vector<int64_t> posted_;  // by rank: where the result begins in its heap
   std::vector<bool> answers_;    // by test and rank

@@ -63,10 +63,10 @@ void ask(Plan& plan, const GivenFacts& facts, int test, int64_t rank, int64_t nu
   append(plan, facts, std::move(step));
 }
 
-// (at, place, dtype, swizzle, fill, sizes, strides, box) of each tensor map
-using GivenMap = std::tuple<int64_t, size_t, int, int, int, std::vector<uint64_t>, std::vector<uint64_t>, std::vector<uint32_t>>;
+// (at, place, (dtype, swizzle, fill, is_small), sizes, strides, box) of each tensor map
+using GivenMap = std::tuple<int64_t, size_t, std::array<int, 4>, std::vector<uint64_t>, std::vector<uint64_t>, std::vector<uint32_t>>;
 
-void launch(Plan& plan, const GivenFacts& facts, Places places, uintptr_t function, std::array<uint32_t, 3> grid,
+void launch(Plan& plan, const GivenFacts& given_facts, Places places, uintptr_t function, std::array<uint32_t, 3> grid,
             const std::vector<std::pair<int, std::vector<uint32_t>>>& attributes, const py::bytes& parameters,
             const std::vector<int64_t>& offsets, const std::vector<std::pair<int64_t, size_t>>& addresses,
             const std::vector<GivenMap>& maps) {
@@ -77,14 +77,15 @@ void launch(Plan& plan, const GivenFacts& facts, Places places, uintptr_t functi
   std::vector<KernelLaunch::Address> patched;
   for (const auto& [at, place] : addresses) patched.push_back({at, place});
   std::vector<KernelLaunch::Described> described;
-  for (const auto& [at, place, dtype, swizzle, fill, sizes, strides, box] : maps) {
-    described.push_back({at, place, {dtype, swizzle, fill, sizes, strides, box}});
+  for (const auto& [at, place, facts, sizes, strides, box] : maps) {
+    const auto [dtype, swizzle, fill, is_small] = facts;
+    described.push_back({at, place, {dtype, swizzle, fill, is_small != 0, sizes, strides, box}});
   }
   Step step = step_of(Step::kLaunch, std::move(places));
   const auto [num_blocks, num_threads, shared_bytes] = grid;
   step.launch = std::make_shared<KernelLaunch>(function, num_blocks, num_threads, shared_bytes, std::move(given), parameters,
                                                offsets, std::move(patched), std::move(described));
-  append(plan, facts, std::move(step));
+  append(plan, given_facts, std::move(step));
 }
 
 std::shared_ptr<Plan> make_plan(int64_t group_size, c10::Device device, std::vector<c10::Stream> streams,
@@ -108,6 +109,8 @@ void bind_plans(py::module_& m) {
 
   py::class_<LaunchOrder, std::shared_ptr<LaunchOrder>>(m, "LaunchOrder", "The order of a device's waiting kernels.")
       .def(py::init<>())
+      .def("acquire", [](LaunchOrder& order) { order.mutex().lock(); }, py::call_guard<py::gil_scoped_release>())
+      .def("release", [](LaunchOrder& order) { order.mutex().unlock(); })
       .def("begin", &LaunchOrder::begin)
       .def("end", &LaunchOrder::end);
 

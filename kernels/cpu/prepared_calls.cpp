@@ -2,14 +2,22 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+
 namespace fusedcomm {
 namespace {
 
 std::atomic<bool> forked{false};  // in a child no call may run: it is no rank
 
 struct Known {
+  using Owner = std::pair<void*, c10::Device>;  // a group, on a device
+
   std::mutex mutex;
-  std::unordered_map<void*, std::weak_ptr<PreparedCalls>> by_group;
+  std::vector<std::pair<Owner, std::weak_ptr<PreparedCalls>>> calls;
+
+  auto find(const Owner& owner) {
+    return std::find_if(calls.begin(), calls.end(), [&](const auto& each) { return each.first == owner; });
+  }
 };
 
 Known& known() {
@@ -42,18 +50,24 @@ std::vector<c10::IValue> run_plan(PreparedCall& call, const std::vector<at::Tens
 
 void PreparedCalls::enlist(const std::shared_ptr<PreparedCalls>& calls) {
   std::lock_guard<std::mutex> guard(known().mutex);
-  known().by_group[calls->group()] = calls;
+  const Known::Owner owner{calls->group(), calls->device()};
+  const auto found = known().find(owner);
+  if (found != known().calls.end()) {
+    found->second = calls;
+  } else {
+    known().calls.emplace_back(owner, calls);
+  }
 }
 
 bool PreparedCalls::withdraw() {
   std::lock_guard<std::mutex> guard(known().mutex);
-  const auto found = known().by_group.find(group_);
-  if (found == known().by_group.end() || found->second.lock().get() != this) return false;
-  known().by_group.erase(found);
+  const auto found = known().find({group_, device_});
+  if (found == known().calls.end() || found->second.lock().get() != this) return false;
+  known().calls.erase(found);
   return true;
 }
 
-std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name) {
+std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name, c10::Device device) {
   if (forked) return nullptr;
   c10d::ProcessGroup* group = nullptr;
   try {
@@ -62,8 +76,8 @@ std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name) 
     return nullptr;
   }
   std::lock_guard<std::mutex> guard(known().mutex);
-  const auto found = known().by_group.find(group);
-  return found == known().by_group.end() ? nullptr : found->second.lock();
+  const auto found = known().find({group, device});
+  return found == known().calls.end() ? nullptr : found->second.lock();
 }
 
 void PreparedCalls::clear(std::shared_ptr<const CallContext> context, int64_t resets) {

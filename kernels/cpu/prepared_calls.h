@@ -19,6 +19,8 @@
 
 namespace fusedcomm {
 
+constexpr uintptr_t kKernelAlignment = 16;  // bytes: Triton compiles a kernel for it
+
 // Adds an argument of an op to its key, and its tensors to `tensors`. False for what no tape can stand for. Each begins
 // with its kind, so that none is read as another: None is no integer, and 1 is not True.
 inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tensor>& tensors) {
@@ -26,7 +28,7 @@ inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tenso
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
     if (!t.defined()) return false;
-    const bool plain = t.device().is_cpu() && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg() &&
+    const bool plain = (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg() &&
                        !t._is_zerotensor() && !t.is_quantized() && !t.key_set().has(c10::DispatchKey::Python) && t.has_storage();
     if (!plain) return false;
     key.push_back(kTensor);
@@ -34,6 +36,7 @@ inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tenso
     key.push_back(t.dim());
     key.append(t.sizes().begin(), t.sizes().end());
     key.append(t.strides().begin(), t.strides().end());
+    if (t.is_cuda()) key.push_back(static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kKernelAlignment));
     tensors.push_back(t);
   } else if (value.isNone()) {
     key.push_back(kNone);
@@ -61,6 +64,12 @@ inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tenso
   return true;
 }
 
+// The device of a call: that of its first tensor.
+inline c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
+  const at::Tensor& x = arguments.front().toTensor();
+  return x.defined() ? x.device() : c10::Device(c10::kCPU);
+}
+
 // What an op returns of a plan's tensors: one, or a list. kEmpty: a tensor without elements.
 using Output = std::variant<int64_t, std::vector<int64_t>>;
 constexpr int64_t kEmpty = -1;
@@ -83,9 +92,11 @@ struct CallContext {
   Segments segments;
   int64_t* epoch;  // this and the error record belong to the Workspace, which each PreparedCall keeps alive
   const int64_t* error_record;
+  bool on_gpu = false;  // where kernels look at the words of peers
 
   // Python raises the error that the workspace has, or finds.
   bool is_broken() const {
+    if (on_gpu) return *error_record != 0;
     const uintptr_t broken = segments.address(segments.rank) + static_cast<uintptr_t>(segments.broken);
     return *error_record != 0 || any_broken(broken, segments.group_size, *epoch + 1);
   }
@@ -95,8 +106,9 @@ struct CallContext {
 class PreparedCalls {
  public:
   // `counters`: num_calls of the group's Member, which counts its other calls there.
-  PreparedCalls(const std::string& group_name, std::shared_ptr<CallLock> lock, const pybind11::buffer& counters)
-      : group_(c10d::resolve_process_group(group_name).get()), lock_(std::move(lock)), counters_(counters),
+  PreparedCalls(const std::string& group_name, c10::Device device, std::shared_ptr<CallLock> lock,
+                const pybind11::buffer& counters)
+      : group_(c10d::resolve_process_group(group_name).get()), device_(device), lock_(std::move(lock)), counters_(counters),
         num_calls_(static_cast<int64_t*>(counters.request().ptr)) {}
 
   // Changes whenever earlier tapes stand for nothing any more, also for those that a thread has found or records.
@@ -113,12 +125,13 @@ class PreparedCalls {
   bool run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results);
 
   void* group() const { return group_; }
+  c10::Device device() const { return device_; }
   size_t size() const {
     std::lock_guard<std::mutex> guard(mutex_);
     return calls_.size();
   }
 
-  static std::shared_ptr<PreparedCalls> of(const std::string& group_name);
+  static std::shared_ptr<PreparedCalls> of(const std::string& group_name, c10::Device device);
   static void enlist(const std::shared_ptr<PreparedCalls>& calls);
   // Nobody finds them any more. False if that was so before.
   bool withdraw();
@@ -128,6 +141,7 @@ class PreparedCalls {
                   std::vector<c10::IValue>& results) const;
 
   c10d::ProcessGroup* group_;  // by its address alone, which another one has after it: then these are withdrawn
+  c10::Device device_;
   std::shared_ptr<CallLock> lock_;
   PythonObject counters_;
   int64_t* num_calls_;

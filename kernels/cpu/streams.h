@@ -18,7 +18,7 @@ constexpr size_t kNumStreams = 3;  // MAIN, SENDS, READS of fusedcomm.plan.sched
 // Calls of a device and lane run in one order on it, across groups, streams and threads (runtime/launch_order.py).
 class LaunchOrder {
  public:
-  std::mutex& mutex() { return mutex_; }
+  std::recursive_mutex& mutex() { return mutex_; }
   void begin(const c10::Stream& stream) {
     if (last_) last_->block(stream);
   }
@@ -28,7 +28,7 @@ class LaunchOrder {
   }
 
  private:
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;
   std::optional<c10::Event> last_;
 };
 

@@ -199,7 +199,7 @@ TrainingCalls::TrainingCalls(const c10::OperatorHandle& op, py::object formula)
 bool TrainingCalls::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>& stack) const {
   const auto arguments = c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - op.schema().arguments().size());
   if (!no_mode_is_on() || torch::autograd::AnomalyMode::is_enabled()) return false;
-  if (PreparedCalls::of(arguments[group_name_].toStringRef()) == nullptr) return false;
+  if (PreparedCalls::of(arguments[group_name_].toStringRef(), device_of(arguments)) == nullptr) return false;
   Key key{id_};
   std::vector<at::Tensor> tensors;
   for (const auto& argument : arguments) {
