@@ -44,7 +44,7 @@ GATHERED_ROWS = shapes.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 3
 DECODED = shapes.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 MiB, cut along N: one pass over w
 LARGE = shapes.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
 WIDE = shapes.matmul_all_to_all((8192, 8192), (8192, 8192), None, 0, 1, 2)  # 64 MiB, and a matmul of 1.4 ms
-UNEVEN = shapes.matmul_all_to_all((1024, 512), (512, 1027), None, 0, 1, 2, Splits(gather_size=2047, rank=0))
+UNEVEN = shapes.matmul_all_to_all((16384, 512), (512, 2051), None, 0, 1, 2, Splits(gather_size=32767, rank=0))
 HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
 
@@ -87,7 +87,15 @@ ESTIMATED = "estimated "
         (OP, SMALL, BF16, None, False, "unfused", "one rank"),
         (OP, UNEVEN, BF16, member(), False, "chunked", ESTIMATED),
         (OP, UNEVEN, BF16, member("cpu"), False, "chunked", ESTIMATED),
-        (OP, UNEVEN, BF16, member(), True, "unfused", "parts of different sizes, gather_splits=[1024, 1023], scatter_"),
+        (
+            OP,
+            UNEVEN,
+            BF16,
+            member(),
+            True,
+            "unfused",
+            "parts of different sizes, gather_splits=[16384, 16383], scatter_",
+        ),
         (OP, DECODE, BF16, member(), False, "unfused", "16 KiB per peer, less than 64"),
         (OP, DECODE, BF16, member(), True, "unfused", "16 KiB per peer, less than 64"),
         (OP, DECODE, BF16, member("cpu"), False, "chunked", ESTIMATED),
