@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
         text = "all plain collectives" if name == "collectives" else "a collective of torch.distributed, alone"
         describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
         what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} -b 1M -e 64M", parents=[common])
-    text = "what a call costs, hot and cold, and its parts, on CPU ranks"
+    text = "what a call costs, hot and cold, on CPU ranks"
     describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
     example = "example: fusedcomm bench overhead --op matmul_all_to_all --pass forward both"
     overhead.add_arguments(what.add_parser(OVERHEAD, **describe, epilog=example))
