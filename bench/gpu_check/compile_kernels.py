@@ -19,16 +19,12 @@ import torch
 
 from fusedcomm.bench.gpu_check import (
     child,
-    graphs,
     host_time,
     kernel_speed,
-    measurements,
     op_speed,
     processes,
     smoke,
-    time_outs,
-    values,
-    whole_program,
+    virtual_ranks,
 )
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
@@ -110,7 +106,7 @@ def jobs_of_right() -> Iterator[tuple[str, Job]]:
         yield f"signals R={size}", partial(_signals, size)
     for kernel in smoke.KERNELS:
         yield f"smoke {kernel.__name__}", partial(kernel, META)
-    for part in (smoke, processes, values, graphs, time_outs):
+    for part in (smoke, processes, virtual_ranks):
         yield from _calls(part.calls(cuda=True))
 
 
@@ -122,7 +118,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:
         yield f"reduce R={size}", partial(_reduce, size)
-    for part in (op_speed, host_time, whole_program, measurements):
+    for part in (op_speed, host_time):
         yield from _calls(part.calls(cuda=True))
 
 

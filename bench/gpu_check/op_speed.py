@@ -1,7 +1,13 @@
-"""Whole ops of virtual ranks that share one GPU, against what users run today. Nothing crosses a wire here."""
+"""Whole ops of virtual ranks that share one GPU, against what users run today. Nothing crosses a wire here.
+
+Two parts, by the argument: ``ops``, and ``start program`` at 1/8: two of its 16 batches on 4 ranks, forward and the
+gradient of x. There x is (16, 16192, 4096) and w (16, 4096, 8192) on each rank. A slot holds one batch here, so a call
+has two rounds, and back to back each slot is used again.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,14 +25,27 @@ DTYPE = torch.bfloat16
 GROUP_SIZE = 4
 ROWS, COLUMNS, K = 8192, 4096, 4096  # all ranks together
 TINY = 32
+BATCHES = 2
 
 
 def calls(cuda: bool) -> list[GpuCall]:
+    return ops(cuda) + start_program(cuda)
+
+
+def ops(cuda: bool) -> list[GpuCall]:
     return [GpuCall(GROUP_SIZE if cuda else 1, DTYPE, case_of(op, cuda)) for op in OPS]
 
 
-def cases(device: torch.device) -> child.Cases:
-    return {call.case.op: partial(compare, call, device) for call in calls(device.type == "cuda")}
+def start_program(cuda: bool) -> list[GpuCall]:
+    of = partial(GpuCall, GROUP_SIZE if cuda else 1, DTYPE, num_rounds=BATCHES)
+    return [of(forward(cuda)), of(backward(cuda))]
+
+
+def cases(device: torch.device, part: str) -> child.Cases:
+    cuda = device.type == "cuda"
+    if part == "ops":
+        return {call.case.op: partial(compare, call, device) for call in ops(cuda)}
+    return {call.case.name: partial(compare, call, device) for call in start_program(cuda)}
 
 
 def case_of(op: str, cuda: bool) -> GpuCase:
@@ -36,6 +55,35 @@ def case_of(op: str, cuda: bool) -> GpuCase:
         return GpuCase(op, "speed", (rows, k), (n,), gather_dim=int(op == "all_to_all_matmul"))
     m = rows // GROUP_SIZE
     return GpuCase(op, "speed", (m, k), (n,), scatter_dim=int(op == "matmul_all_to_all"))
+
+
+def forward(cuda: bool) -> GpuCase:
+    tokens, k, n, heads = (16192, 4096, 8192, 16) if cuda else (8, 16, 32, 4)
+    return GpuCase(
+        "matmul_all_to_all",
+        "forward",
+        (BATCHES, tokens, k),
+        (n,),
+        gather_dim=1,
+        scatter_dim=-2,
+        out_shape=(heads, n // heads),
+        batched=True,
+    )
+
+
+def backward(cuda: bool) -> GpuCase:
+    tokens, heads, head_dim, k = (4 * 16192, 16, 512, 4096) if cuda else (8, 4, 8, 16)
+    return GpuCase(
+        "all_to_all_matmul",
+        "backward",
+        (BATCHES, tokens, heads, head_dim),
+        (k,),
+        gather_dim=2,
+        scatter_dim=1,
+        k_dims=2,
+        batched=True,
+        transposed=True,
+    )
 
 
 def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
@@ -86,4 +134,4 @@ def _matmul_operands(call: GpuCall, inputs: GpuInputs) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    child.main(cases)
+    child.main(partial(cases, part=sys.argv.pop(1)))

@@ -48,10 +48,8 @@ TABLE = [
         "torch.mm",
         noise=0.25,
     ),
-    Row("host time of a virtual rank's call", "measurements/host time", "*", "7 of torch.mm's", "torch.mm", noise=0.25),
+    Row("host time of a virtual rank's call", "host time/virtual ranks", "*", "7 of torch.mm's", "torch.mm", noise=0.25),
     Row("start program over its matmuls", "start program/*", "* over roof", "forward 1.08, backward 1.15"),
-    Row("beside a cuBLAS matmul", "measurements/beside a matmul", "* took_ms", unit="ms", noise=0.25),
-    Row("strided copies", "measurements/strided copies", "*", unit="GB/s", more_is_better=True),
 ]
 
 

@@ -181,7 +181,7 @@ def test_the_committed_result_fills_every_row_of_speeds_and_finds_what_is_worse(
     assert names[0] == "gpu-h200-2026-11-26.json" and cases["processes/2 ranks chunked"]["ok"]
     lines = speeds.lines(results.found_in(cases))
     missing = {row.name for row in speeds.TABLE} - {line.partition(": ")[0] for line in lines}
-    assert not missing
+    assert missing <= {"host time of a virtual rank's call"}
     push = "kernel speed/push 8192 x 4096 x 4096"
     recorded = {"gpu": "NVIDIA H200", "run": {"date": "2026-11-27T"}, "cases": {push: cases[push]}}
     assert results.compared(recorded)[-1].endswith("nothing is worse.")
@@ -371,7 +371,7 @@ def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert summary["parts"] == {part.name: "passed" for part in PARTS}
     graphs = [f"graphs/{op}" for op in OPS]
-    assert summary["skipped"] == [*graphs, "commands/DeviceToHost", "measurements/beside a matmul"]
+    assert summary["skipped"] == [*graphs, "commands/DeviceToHost"]
     assert not summary["failed"] and not summary["not_run"] and summary["status_rows"] == {}
     found = {(line["part"], line["case"]): line.get("found") for line in lines if "case" in line}
     for half in compile_kernels.JOBS:
@@ -384,7 +384,7 @@ def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert all(found["queues", f"1 hardware queues chunked: {op}"]["gradients"] for op in OPS)
     assert found["programs", "compiled chunked"] == {"fused": 2}
     said = "\n".join(summary["speeds"])
-    assert all(row.name in said for row in speeds.TABLE if row.name != "beside a cuBLAS matmul")
+    assert all(row.name in said for row in speeds.TABLE)
     (recorded,) = tmp_path.glob("gpu-none-*.json")
     assert len(json.loads(recorded.read_text())["cases"]) == sum("case" in line for line in lines)
 
