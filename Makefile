@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 OLD_TRITON := $(VENV)/triton-3.6
 OP ?= ops
-BLOCKS := ulysses_block start_program hosts
+BENCH_ulysses_block := python -m fusedcomm.bench.ulysses_block
+BENCH_start_program := python -m fusedcomm.bench.start_program
+BENCH_hosts := python -m tests.helpers.hosts_bench
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
 # Tests start hundreds of processes, each of which would compile all sources anew.
@@ -77,7 +79,7 @@ wheel: $(VENV)/.built
 	@ls dist/*.whl
 
 bench: $(VENV)/.built
-	$(BIN)/$(if $(filter $(BLOCKS),$(OP)),python -m fusedcomm.bench.$(OP),fusedcomm bench $(OP)) $(BENCH_ARGS)
+	$(BIN)/$(or $(BENCH_$(OP)),fusedcomm bench $(OP)) $(BENCH_ARGS)
 
 # The figures that the README and docs/ quote, with nothing else running; about 20 minutes. They are measured with
 # default numbers, whatever this user has tuned.

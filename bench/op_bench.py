@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.bench import baselines
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 
@@ -25,7 +24,7 @@ RESULTS = {
 MATMULS = {"forward": 1, "backward": 2, "both": 3}  # how many of one size a pass has
 
 
-class OpBench(WholeGroup, abc.ABC):
+class OpBench(WholeGroup):
     """One op, and the program of today that it equals."""
 
     @property
@@ -39,9 +38,13 @@ class OpBench(WholeGroup, abc.ABC):
     def n(self) -> tuple[int, ...]:
         return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
 
-    @abc.abstractmethod
     def collective(self, t: Tensor) -> Tensor:
         """What users write for the exchange, with the layout copies that it needs; differentiable."""
+        if self.kind == "all_reduce":
+            return baselines.all_reduce(t)
+        blocks = t if self.scatter_dim is None else baselines.packed(t, self.scatter_dim)
+        received = getattr(baselines, self.kind)(blocks)
+        return received if self.gather_dim is None else baselines.unpacked(received, self.gather_dim % t.ndim)
 
     def exchanges(self, direction: str) -> int:
         """How often a pass exchanges the tensor next to the collective. An all_reduce's gradient is there already."""
@@ -71,17 +74,6 @@ class OpBench(WholeGroup, abc.ABC):
     def exchanged_bytes(self, size: MatmulSize, dtype: torch.dtype) -> int:
         """The bytes that nccl-tests counts: the larger of what a rank gives to the collective and what it gets."""
         return size.rows * (size.k if self.gathers else size.n) * dtype.itemsize
-
-    def ragged(self, size: MatmulSize, num_ranks: int) -> list[MatmulSize]:
-        """Neighbours of an aligned size: with more rows, a smaller K, a smaller N, and all three.
-
-        What has changed is odd where the group allows it.
-        """
-        rows = size.rows + self.row_step(size, num_ranks)
-        k = size.k - (num_ranks if self.cut == "k" else 3)
-        n = size.n - (num_ranks if self.cut == "n" else 3)
-        changes = ({"rows": rows}, {"k": k}, {"n": n}, {"rows": rows, "k": k, "n": n})
-        return [replace(size, **change) for change in changes]
 
 
 class OpData:

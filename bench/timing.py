@@ -61,12 +61,6 @@ class Timing:
         variation = float(seconds.std(correction=0) / seconds.mean())
         return Timing(median, p10, p90, p99, variation)
 
-    def __truediv__(self, calls: int) -> Timing:
-        """The time of one call, where ``calls`` were measured as one."""
-        each = (self.p10, self.median, self.p90, self.p99)
-        p10, median, p90, p99 = (seconds / calls for seconds in each)
-        return Timing(median, p10, p90, p99, self.variation)
-
 
 def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[str, Result], str | None]) -> None:
     """Call and check each variant. Raises ValuesDiffer, on all ranks alike.

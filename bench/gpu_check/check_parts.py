@@ -23,7 +23,7 @@ HALVES = {
         _part("compile right", "compile_kernels", 90, 80, "right"),
         _part("smoke", "smoke", 60, 25),
         _part("processes", "processes", 130, 60, "2"),
-        _part("queues", "queues", 80, 40),
+        _part("queues", "processes", 80, 40, "queues"),
         _part("programs", "programs", 90, 60),
         _part("values", "virtual_ranks", 90, 30, "values"),
         _part("graphs", "virtual_ranks", 30, 20, "graphs"),

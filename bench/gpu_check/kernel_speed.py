@@ -57,7 +57,7 @@ SHAPES = [
 ]
 TINY = MatmulShape("dry run", 0, 32, 32, 32)
 REDUCED = (2, 4, 8)  # ranks
-PROGRAMS = {"half of the SMs": 0.5, "all SMs": 1, "2 programs an SM": 2, "4 programs an SM": 4}
+SHIPPED = "half of the SMs"  # how many programs these kernels have in an op
 
 
 @dataclass(frozen=True)
@@ -198,45 +198,32 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
 
 
 def _unpack(device: torch.device) -> dict[str, Any]:
-    """By numbers of programs, of which an op takes half of the SMs; against a copy that moves as many bytes."""
+    """Against a copy that moves as many bytes."""
     exchange, group_size = unpack_exchange(device.type == "cuda")
     problem, parts = unpack(exchange, group_size, device)
     problem.run()
     assert torch.equal(problem.out, torch.cat(list(parts), 1)), "wrong values"
     to = torch.empty_like(parts)
-    times = interleaved({**_by_programs(problem), "copy": lambda: to.copy_(parts)}, device)
+    times = interleaved({SHIPPED: problem.run, "copy": lambda: to.copy_(parts)}, device)
     problem.workspace.check("unpack")
     return _rates(times, 2 * parts.numel() * parts.itemsize)
 
 
 def _reduce(shape: MatmulShape, group_size: int, device: torch.device) -> dict[str, Any]:
-    """By numbers of programs, of which an op takes half of the SMs; against a copy of as many bytes."""
+    """Against a copy of as many bytes."""
     problem, parts = reduce(shape, group_size, device)
-    variants = _by_programs(problem)
-    for number, run in variants.items():
-        run()
-        problem.workspace.check("reduce")
-        assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), f"wrong sums, {number}"
+    problem.run()
+    problem.workspace.check("reduce")
+    assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), "wrong sums"
     num_bytes = (group_size + 1) * parts[0].numel() * DTYPE.itemsize
     source = torch.empty(num_bytes // 2 // DTYPE.itemsize, device=device, dtype=DTYPE).normal_()
     to = torch.empty_like(source)
-    return _rates(interleaved({**variants, "copy": lambda: to.copy_(source)}, device), num_bytes)
-
-
-def _by_programs(problem: KernelProblem) -> Variants:
-    workspace, num_sms = problem.workspace, problem.workspace.num_sms
-
-    def on(programs: int) -> None:
-        workspace.num_sms = 2 * programs  # `num_programs` gives these kernels half of them
-        problem.run()
-
-    return {name: partial(on, max(1, int(share * num_sms))) for name, share in PROGRAMS.items()}
+    return _rates(interleaved({SHIPPED: problem.run, "copy": lambda: to.copy_(source)}, device), num_bytes)
 
 
 def _rates(times: dict[str, float], num_bytes: int) -> dict[str, Any]:
-    """Terabytes per second, read and written; the ratio is of the kernel as shipped."""
-    shipped = next(iter(PROGRAMS))
-    return {**{name: num_bytes / ms / 1e9 for name, ms in times.items()}, **_goal(times["copy"] / times[shipped])}
+    """Terabytes per second, read and written."""
+    return {**{name: num_bytes / ms / 1e9 for name, ms in times.items()}, **_goal(times["copy"] / times[SHIPPED])}
 
 
 def _goal(ratio: float) -> dict[str, Any]:

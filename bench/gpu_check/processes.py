@@ -1,4 +1,9 @@
-"""Ranks in processes of their own that share one GPU, as users call the ops. Each problem is a case of its own."""
+"""Ranks in processes of their own that share one GPU, as users call the ops. Each problem is a case of its own.
+
+Three parts, by the argument: 2 ranks, 4 ranks, and ``queues``. Streams that share a hardware queue run in the order in
+which the host launched their work. CUDA_DEVICE_MAX_CONNECTIONS says how many a process has: 8 by default, 1 under
+Megatron, 32 in the other parts. Virtual ranks would share the queues.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,14 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench.gpu_check import child
-from fusedcomm.bench.gpu_check.gpu_calls import CASES, SMALL, GpuCall, GpuCase, assert_equal, first_of
+from fusedcomm.bench.gpu_check.gpu_calls import CASES, OPS, SMALL, GpuCall, GpuCase, assert_equal, first_of
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
 from fusedcomm.launch.ranks import KILLED
 
 DTYPE = torch.bfloat16
 TIMES = 2
+NUM_QUEUES = (1, 8, 32)
+SLOTS = {"FUSEDCOMM_WORKSPACE_BYTES": str(2 << 20)}  # a call has several rounds
 ABSENT_OPS = {2: "matmul_all_to_all", 4: "all_gather_matmul"}
 # Collectives of gloo come last: what they do to CUDA tensors is torch's own.
 ALGORITHMS = ("fused", "chunked", "planned", "unfused")
@@ -34,8 +41,33 @@ def calls(cuda: bool) -> list[GpuCall]:
     return [GpuCall(size, DTYPE, case) for size in ABSENT_OPS for case in problems(size, cuda)]
 
 
-def cases(device: torch.device, num_ranks: str = "2") -> child.Cases:
-    pools, size, kind, cuda = Pools(device.type), int(num_ranks), device.type, device.type == "cuda"
+def cases(device: torch.device, part: str) -> child.Cases:
+    return of_queues(device) if part == "queues" else of_ranks(device, int(part))
+
+
+def of_queues(device: torch.device) -> child.Cases:
+    pools, cuda = Pools(device.type), device.type == "cuda"
+    return {
+        f"{number} hardware queues {algorithm}: {case.op}": partial(_queued, pools, device.type, number, algorithm, case)
+        for number in (NUM_QUEUES if cuda else NUM_QUEUES[:1])
+        for algorithm in ("fused", "chunked")
+        for case in (first_of(op, cuda) for op in OPS)
+    }
+
+
+def _queued(pools: Pools, device_type: str, number: int, algorithm: str, case: GpuCase) -> Any:
+    need_segments(device_type)
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)} | (SLOTS if device_type == "cuda" else {})
+    return pools.run(2, forward_and_backward, device_type, algorithm, case, env=env)
+
+
+def forward_and_backward(rank: int, device_type: str, algorithm: str, case: GpuCase) -> dict[str, Any]:
+    found = values(rank, device_type, algorithm, case)
+    return found | {"gradients": backward(rank, device_type, algorithm, case)}
+
+
+def of_ranks(device: torch.device, size: int) -> child.Cases:
+    pools, kind, cuda = Pools(device.type), device.type, device.type == "cuda"
     values_of = {
         name: {f"{size} ranks {name}: {case}": partial(_values, pools, size, kind, name, case) for case in each}
         for name, each in ((name, problems(size, cuda)) for name in ALGORITHMS)
@@ -172,4 +204,4 @@ def killed(pools: Pools, device_type: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    child.main(partial(cases, num_ranks=sys.argv.pop(1)))
+    child.main(partial(cases, part=sys.argv.pop(1)))

@@ -1,6 +1,6 @@
 """`pipelined` across two hosts, on a throttled link between two network namespaces of this machine. It needs root.
 
-    python -m fusedcomm.bench.hosts [OP ...] [--mbit 400] [--rounds 15] [--json FILE]
+    python -m tests.helpers.hosts_bench [OP ...] [--mbit 400] [--rounds 15] [--json FILE]
 
 There is one rank of one thread on each host. Sizes are chosen such that the bytes that an op must send take 0.25 to 4
 times as long on the link as the matmul takes. Measured side by side, with the matmul alone and the wire alone as
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with two_hosts(args.mbit) as hosts:
                 env = {"FUSEDCOMM_CACHE_DIR": str(folder / "cache"), "FUSEDCOMM_ALGORITHM": ""}
                 found = torchrun(
-                    hosts, "fusedcomm.bench.hosts", "--ranks", folder, TIMEOUT_S, ranks_per_host=1, env=env
+                    hosts, "tests.helpers.hosts_bench", "--ranks", folder, TIMEOUT_S, ranks_per_host=1, env=env
                 )[0]
         except NoHosts as reason:
             print(f"hosts: {reason}", file=sys.stderr)
@@ -313,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="fusedcomm.bench.hosts", description="Values are checked before anything is timed."
+        prog="tests.helpers.hosts_bench", description="Values are checked before anything is timed."
     )
     parser.add_argument("op", nargs="*", metavar="OP", help=f"of {', '.join(OPS)}; default: all")
     parser.add_argument("--mbit", type=int, default=400, help=f"of the link, each way, at most {MOST_MBIT}")
