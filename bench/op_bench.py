@@ -16,11 +16,7 @@ from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 
 ROOF, COLLECTIVE, BASELINE, AUTO = "roof", "collective", "baseline", "auto"
 Variants = Mapping[str, Callable[[], tuple[Tensor, ...]]]
-RESULTS = {
-    "forward": ("result",),
-    "backward": ("grad x", "grad w"),
-    "both": ("result", "grad x", "grad w"),
-}
+RESULTS = {"forward": ("result",), "backward": ("grad x", "grad w"), "both": ("result", "grad x", "grad w")}
 MATMULS = {"forward": 1, "backward": 2, "both": 3}  # how many of one size a pass has
 
 

@@ -110,7 +110,7 @@ def _closing(found: dict[str, Any]) -> str:
     lines += [
         "Rows of docs/status.md that are now true on this GPU:"
         if found["status_rows"]
-        else "No row of docs/status.md is now true that was not.",
+        else "No row of docs/status.md is now true that was not."
     ]
     return "\n".join([*lines, *(f"  {row}: {says}" for row, says in found["status_rows"].items())])
 

@@ -107,21 +107,13 @@ ROWS = {  # by the first cell of the row in the table "By part"
         "the start program on 2 processes of one GPU: every exchange fused, forward and backward, right values",
         ("programs/compiled*",),
     ),
-    "CUDA graphs": Evidence(
-        "replays of `fused` with new inputs on one GPU, virtual ranks",
-        ("graphs/*",),
-    ),
+    "CUDA graphs": Evidence("replays of `fused` with new inputs on one GPU, virtual ranks", ("graphs/*",)),
     "what calls enqueue on GPUs: streams, events, memory, room for waiting kernels": Evidence(
-        "2 processes on one GPU do not hang with 1, 8 and 32 hardware queues each",
-        ("queues/*",),
+        "2 processes on one GPU do not hang with 1, 8 and 32 hardware queues each", ("queues/*",)
     ),
-    "`DeviceToHost`": Evidence(
-        "the tests of `DeviceToHost` that need a GPU pass",
-        ("commands/DeviceToHost",),
-    ),
+    "`DeviceToHost`": Evidence("the tests of `DeviceToHost` that need a GPU pass", ("commands/DeviceToHost",)),
     "`fusedcomm doctor`, `selftest`": Evidence(
-        "the doctor ran on one GPU; the selftest needs two, never run",
-        ("commands/doctor",),
+        "the doctor ran on one GPU; the selftest needs two, never run", ("commands/doctor",)
     ),
 }
 

@@ -17,15 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.bench.gpu_check import (
-    child,
-    host_time,
-    kernel_speed,
-    op_speed,
-    processes,
-    smoke,
-    virtual_ranks,
-)
+from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, processes, smoke, virtual_ranks
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus

@@ -257,12 +257,7 @@ SMALL = [  # for Triton's interpreter
     *_cases(
         "matmul_all_to_all",
         ("rows-to-columns", (16, 24), (32,), {"scatter_dim": 1, "bias": True}),
-        (
-            "packed-qkv",
-            (2, 6, 8),
-            (48,),
-            {"gather_dim": 1, "scatter_dim": 3, "out_shape": (3, 4, 4), "bias": True},
-        ),
+        ("packed-qkv", (2, 6, 8), (48,), {"gather_dim": 1, "scatter_dim": 3, "out_shape": (3, 4, 4), "bias": True}),
     ),
     *_cases(
         "all_to_all_matmul",

@@ -1,5 +1,5 @@
-"""How long the host is busy with a call, beside torch.mm's: public calls in 2 processes that share one GPU, and calls of
-8 virtual ranks in this process, without the dispatcher and the planner.
+"""How long the host is busy with a call, beside torch.mm's: public calls in 2 processes that share one GPU, and calls
+of 8 virtual ranks in this process, without the dispatcher and the planner.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def cases(device: torch.device, part: str) -> child.Cases:
 def of_queues(device: torch.device) -> child.Cases:
     pools, cuda = Pools(device.type), device.type == "cuda"
     return {
-        f"{number} hardware queues {algorithm}: {case.op}": partial(_queued, pools, device.type, number, algorithm, case)
+        f"{number} hardware queues {algorithm}: {case.op}": partial(
+            _queued, pools, device.type, number, algorithm, case
+        )
         for number in (NUM_QUEUES if cuda else NUM_QUEUES[:1])
         for algorithm in ("fused", "chunked")
         for case in (first_of(op, cuda) for op in OPS)

@@ -48,7 +48,9 @@ TABLE = [
         "torch.mm",
         noise=0.25,
     ),
-    Row("host time of a virtual rank's call", "host time/virtual ranks", "*", "7 of torch.mm's", "torch.mm", noise=0.25),
+    Row(
+        "host time of a virtual rank's call", "host time/virtual ranks", "*", "7 of torch.mm's", "torch.mm", noise=0.25
+    ),
     Row("start program over its matmuls", "start program/*", "* over roof", "forward 1.08, backward 1.15"),
 ]
 

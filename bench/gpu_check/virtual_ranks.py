@@ -32,12 +32,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 DTYPE = torch.bfloat16
 GROUP_SIZE = 2
 # Each call has seconds of Triton's compiler behind it. The first combination runs all, the others each op's ragged one.
-COMBINATIONS = [
-    (2, torch.bfloat16),
-    (4, torch.float16),
-    (8, torch.bfloat16),
-    (2, torch.float32),
-]
+COMBINATIONS = [(2, torch.bfloat16), (4, torch.float16), (8, torch.bfloat16), (2, torch.float32)]
 NUM_CALLS = 3  # odd: a replay that took slots by fixed addresses would read the wrong call
 REPLAYS = 5
 BOUND_S = 1.0
