@@ -5,6 +5,7 @@ Each function takes the short way where nothing needs a gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,25 +30,26 @@ def unpacked(blocks: Tensor, dim: int) -> Tensor:
 
 def all_to_all(blocks: Tensor) -> Tensor:
     """[R, block] exchanged: block p goes to rank p."""
-    return _AllToAll.apply(blocks) if blocks.requires_grad else _all_to_all(blocks)
+    return _Collective.apply(blocks, _all_to_all, _all_to_all) if blocks.requires_grad else _all_to_all(blocks)
 
 
 def all_gather(t: Tensor) -> Tensor:
     """Every rank's t, [R, *t.shape]."""
-    return _AllGather.apply(t) if t.requires_grad else _all_gather(t)
+    return _Collective.apply(t, _all_gather, _reduce_scatter) if t.requires_grad else _all_gather(t)
 
 
 def reduce_scatter(blocks: Tensor) -> Tensor:
     """[R, block] -> the sum of every rank's block for this rank."""
-    return _ReduceScatter.apply(blocks) if blocks.requires_grad else _reduce_scatter(blocks)
+    return _Collective.apply(blocks, _reduce_scatter, _all_gather) if blocks.requires_grad else _reduce_scatter(blocks)
 
 
 def all_reduce(t: Tensor) -> Tensor:
     """Sum t over the ranks, in place. Its gradient is taken to be the same on all ranks, as in tensor parallelism."""
-    return _AllReduce.apply(t) if t.requires_grad else _all_reduce(t)
+    return _Collective.apply(t, _all_reduce, lambda grad: grad) if t.requires_grad else _all_reduce(t)
 
 
 def _all_to_all(blocks: Tensor) -> Tensor:
+    blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks)
     return received
@@ -70,42 +72,16 @@ def _all_reduce(t: Tensor) -> Tensor:
     return t
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, blocks: Tensor) -> Tensor:
-        return _all_to_all(blocks)
+class _Collective(torch.autograd.Function):
+    """``run(t)``, whose gradient is ``back`` of the result's."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _all_to_all(grad.contiguous())
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        return _all_gather(t)
+    def forward(ctx: Any, t: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        if run is _all_reduce:
+            ctx.mark_dirty(t)
+        return run(t)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _reduce_scatter(grad.contiguous())
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, blocks: Tensor) -> Tensor:
-        return _reduce_scatter(blocks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _all_gather(grad.contiguous())
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        ctx.mark_dirty(t)
-        return _all_reduce(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None

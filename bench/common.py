@@ -47,10 +47,6 @@ def at_least(name: str, value: float, bound: float) -> Goal:
     return Goal(name, value, f">= {bound}", value >= bound)
 
 
-def at_most(name: str, value: float, bound: float) -> Goal:
-    return Goal(name, value, f"<= {bound:g}", value <= bound)
-
-
 def draws(rounds: int) -> Tensor:
     """Rounds drawn anew from those of a run, ``DRAWS`` times: how well it knows a statistic of them (the bootstrap)."""
     return torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
@@ -58,7 +54,7 @@ def draws(rounds: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the ratios within a round, and an interval of it."""
+    """The median of the ratios within a round, and an interval: P10 and P90 of single rounds, or one of the median."""
 
     median: float
     low: float
@@ -66,17 +62,8 @@ class Ratio:
 
     @staticmethod
     def of_rounds(a: Tensor, b: Tensor) -> Ratio:
-        """With P10 and P90 of single rounds."""
         low, median, high = (a / b).quantile(a.new_tensor([0.1, 0.5, 0.9])).tolist()
         return Ratio(median, low, high)
-
-    @staticmethod
-    def of_draws(a: Tensor, b: Tensor) -> Ratio:
-        """With the 95% interval of the median, from rounds drawn anew."""
-        ratios = a / b
-        drawn = ratios[draws(len(ratios))].quantile(0.5, dim=-1)
-        low, high = drawn.quantile(drawn.new_tensor([0.025, 0.975])).tolist()
-        return Ratio(ratios.quantile(0.5).item(), low, high)
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} .. {self.high:.2f})"

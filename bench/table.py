@@ -7,14 +7,12 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any
 
 from fusedcomm.bench.measure import OpRow
-from fusedcomm.bench.plain import CollectiveRow
 from fusedcomm.bench.timing import Timing
 from fusedcomm.launch.console import Column, Table
 
-AnyRow: TypeAlias = OpRow | CollectiveRow
 OTHERS = "--json and --csv have them"
 LOCAL_MATMUL = "the local matmul is [rows, K] @ [K, N]; with batches, rows is batches x rows of each"
 PASS = "forward, backward alone, or both; a backward has two matmuls"
@@ -75,29 +73,11 @@ OP_COLUMNS = (
     Column("algbw\nGB/s", "exchanged / fusedcomm ms", lambda r: f"{r.algbw:.3g}", drop=10),
     Column("busbw\nGB/s", f"what crosses a link, {NCCL_TESTS}", lambda r: f"{r.busbw:.3g}", drop=11),
 )
-QUANTILES = "quantiles over rounds of the slowest rank; P50 is the median"
-COLLECTIVE_COLUMNS = (
-    Column("collective", "its name in torch.distributed", lambda r: r.op, left=True),
-    Column("dtype", "the dtype of the tensor", lambda r: r.dtype, left=True),
-    Column("size", f"bytes, {NCCL_TESTS}", lambda r: num_bytes(r.num_bytes)),
-    Column("copy\nms", "a copy of as many bytes in local memory", lambda r: _ms(r.copy.median), drop=3),
-    Column("P10\nms", QUANTILES, lambda r: _ms(r.time.p10), drop=5),
-    Column("P50\nms", QUANTILES, lambda r: _ms(r.time.median)),
-    Column("P90\nms", QUANTILES, lambda r: _ms(r.time.p90), drop=2),
-    Column("P99\nms", QUANTILES, lambda r: _ms(r.time.p99), drop=6),
-    Column(
-        "spread\n%", "standard deviation over rounds, of the mean", lambda r: f"{100 * r.time.variation:.0f}", drop=4
-    ),
-    Column("over\ncopy", "P50 ms / copy ms", lambda r: f"{r.over_copy:.2f}", drop=3),
-    Column("algbw\nGB/s", "size / P50 ms", lambda r: f"{r.algbw:.3g}", drop=1),
-    Column("busbw\nGB/s", f"what crosses a link, {NCCL_TESTS}", lambda r: f"{r.busbw:.3g}"),
-)
 
 
-def table(rows: Sequence[AnyRow], title: str) -> Table:
-    """The rows of one op, or of plain collectives. A `Legend` explains all tables of a run at once."""
-    columns = OP_COLUMNS if isinstance(rows[0], OpRow) else COLLECTIVE_COLUMNS
-    return Table(columns, rows, title, OTHERS, has_legend=False)
+def table(rows: Sequence[OpRow], title: str) -> Table:
+    """The rows of one op. A `Legend` explains all tables of a run at once."""
+    return Table(OP_COLUMNS, rows, title, OTHERS, has_legend=False)
 
 
 SUMMARY_COLUMNS = (
@@ -120,12 +100,11 @@ SUMMARY_COLUMNS = (
 )
 
 
-def summary(rows: Sequence[AnyRow]) -> list[dict[str, Any]]:
+def summary(rows: Sequence[OpRow]) -> list[dict[str, Any]]:
     """A line for every op, direction and algorithm, over sizes and dtypes."""
     groups: dict[tuple[str, str, str], list[OpRow]] = {}
     for row in rows:
-        if isinstance(row, OpRow):
-            groups.setdefault((row.op, row.direction, row.algorithm), []).append(row)
+        groups.setdefault((row.op, row.direction, row.algorithm), []).append(row)
     return [
         {
             "op": op,
@@ -145,13 +124,13 @@ def summary_table(lines: Sequence[dict[str, Any]]) -> Table:
     return Table(SUMMARY_COLUMNS, lines, has_legend=False)
 
 
-def report(row: AnyRow) -> dict[str, Any]:
+def report(row: OpRow) -> dict[str, Any]:
     """Every field and every derived figure of a row."""
     derived = {name: getattr(row, name) for name in vars(type(row)) if isinstance(vars(type(row))[name], property)}
     return asdict(row) | derived
 
 
-def write_csv(file: str, rows: Sequence[AnyRow]) -> None:
+def write_csv(file: str, rows: Sequence[OpRow]) -> None:
     """Write a line per row. A time takes the columns <name>_median, <name>_p10 and so on, in seconds."""
     lines = [_flat(row) for row in rows]
     names = list(dict.fromkeys(name for line in lines for name in line))
@@ -161,7 +140,7 @@ def write_csv(file: str, rows: Sequence[AnyRow]) -> None:
         writer.writerows(lines)
 
 
-def _flat(row: AnyRow) -> dict[str, Any]:
+def _flat(row: OpRow) -> dict[str, Any]:
     line: dict[str, Any] = {}
     for name, value in report(row).items():
         if isinstance(getattr(row, name), Timing):

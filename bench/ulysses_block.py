@@ -69,16 +69,9 @@ def ours(sizes: BlockSizes, x: Tensor, w_qkv: Tensor, b_qkv: Tensor, w_out: Tens
     return fusedcomm.all_to_all_matmul(attention(qkv), w_out.mT, 2, 1, bias=b_out)
 
 
-def bound(
-    meet: Callable[[Tensor], Tensor],
-    sizes: BlockSizes,
-    x: Tensor,
-    w_qkv: Tensor,
-    b_qkv: Tensor,
-    w_out: Tensor,
-    b_out: Tensor,
-) -> Tensor:
+def bound(meet: Callable[[Tensor], Tensor], sizes: BlockSizes, x: Tensor, *weights: Tensor) -> Tensor:
     """As many elements in the shapes after the exchanges, from views alone."""
+    w_qkv, b_qkv, w_out, b_out = weights
     num_ranks, (three, heads, head_dim) = dist.get_world_size(), sizes.qkv_shape
     shape = sizes.batch, sizes.tokens * num_ranks, three, heads // num_ranks, head_dim
     out = attention(meet(F.linear(x, w_qkv, b_qkv)).view(shape))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,31 +60,15 @@ def case_of(op: str, cuda: bool) -> GpuCase:
 
 def forward(cuda: bool) -> GpuCase:
     tokens, k, n, heads = (16192, 4096, 8192, 16) if cuda else (8, 16, 32, 4)
-    return GpuCase(
-        "matmul_all_to_all",
-        "forward",
-        (BATCHES, tokens, k),
-        (n,),
-        gather_dim=1,
-        scatter_dim=-2,
-        out_shape=(heads, n // heads),
-        batched=True,
-    )
+    case = GpuCase("matmul_all_to_all", "forward", (BATCHES, tokens, k), (n,), gather_dim=1, scatter_dim=-2)
+    return replace(case, out_shape=(heads, n // heads), batched=True)
 
 
 def backward(cuda: bool) -> GpuCase:
     tokens, heads, head_dim, k = (4 * 16192, 16, 512, 4096) if cuda else (8, 4, 8, 16)
-    return GpuCase(
-        "all_to_all_matmul",
-        "backward",
-        (BATCHES, tokens, heads, head_dim),
-        (k,),
-        gather_dim=2,
-        scatter_dim=1,
-        k_dims=2,
-        batched=True,
-        transposed=True,
-    )
+    x_shape = BATCHES, tokens, heads, head_dim
+    case = GpuCase("all_to_all_matmul", "backward", x_shape, (k,), gather_dim=2, scatter_dim=1)
+    return replace(case, k_dims=2, batched=True, transposed=True)
 
 
 def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:

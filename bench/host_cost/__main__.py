@@ -164,11 +164,6 @@ def python(folder: Path) -> str:
     return str(folder / "venv/bin/python")
 
 
-def native_file(folder: Path) -> Path | None:
-    """The native part for the folder's torch, if it could be built."""
-    return next(folder.glob("native/fusedcomm/kernels/cpu/native.*.so"), None)
-
-
 def _installed(folder: Path, torch: str) -> dict[str, str]:
     """torch, what it needs but CUDA's libraries, and CUDA's headers. Returns the environment, without settings."""
     unset = ("FUSEDCOMM_", "TRITON_", "PYTORCH_", "TORCH", "CUDA_")
@@ -241,7 +236,7 @@ def _compiled(folder: Path, environment: dict[str, str]) -> None:
     shutil.rmtree(folder / "native", ignore_errors=True)
     options = f"--build-lib={folder / 'native'}", f"--build-temp={folder / 'objects'}"
     _run(python(folder), "setup.py", "--quiet", "build_ext", *options, env=environment)
-    if native_file(folder) is None:
+    if not any(folder.glob("native/fusedcomm/kernels/cpu/native.*.so")):
         print("it could not be built, so calls are measured without it", flush=True)
     else:
         stamp.write_text(digest)

@@ -1,4 +1,4 @@
-"""``fusedcomm bench``: the ops and plain collectives on this machine, over sizes. Columns: docs/benchmark.md."""
+"""``fusedcomm bench``: the ops on this machine, over sizes. Columns: docs/benchmark.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from fusedcomm.bench.measure import (
 )
 from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.bench.plain import COLLECTIVES, block_numel, measure_collective
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
@@ -38,14 +37,13 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
 OVERHEAD = "overhead"
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
-MANY = {"ops": tuple(PROGRAMS), "collectives": tuple(COLLECTIVES)}
 
 
 @dataclass
 class BenchResults:
     """What rank 0 has found in all that ran."""
 
-    rows: list[table.AnyRow] = field(default_factory=list)
+    rows: list[OpRow] = field(default_factory=list)
     traces: dict[str, trace.Trace] = field(default_factory=dict)  # by op
     facts: dict[str, Any] = field(default_factory=dict)  # what only the ranks know
 
@@ -53,8 +51,8 @@ class BenchResults:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure the ops, or plain collectives, over sizes",
-        description="Measures ops of fusedcomm beside what users have today, or collectives alone, on GPUs or on CPU "
+        help="measure the ops, over sizes",
+        description="Measures ops of fusedcomm beside what users have today, on GPUs or on CPU "
         "ranks of one thread. Checks all values first, then prints times of the slowest rank side by side. "
         f"fusedcomm bench WHAT --help has the options. {EXIT_CODES}",
         epilog="example: fusedcomm bench ops --json result.json",
@@ -66,10 +64,6 @@ def add_parser(commands: Any) -> None:
         describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
         example = f"example: fusedcomm bench {name} -b 1M -e 64M --dtype bfloat16"
         _add_op_arguments(what.add_parser(name, **describe, epilog=example, parents=[common]))
-    for name in (*COLLECTIVES, "collectives"):
-        text = "all plain collectives" if name == "collectives" else "a collective of torch.distributed, alone"
-        describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
-        what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} -b 1M -e 64M", parents=[common])
     text = "what a call costs, hot and cold, on CPU ranks"
     describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
     example = "example: fusedcomm bench overhead --op matmul_all_to_all --pass forward both"
@@ -180,8 +174,6 @@ def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
 def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, device_type: str) -> int:
     """What is exchanged where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
     world_size = world.world_size_of(args.world_size, device_type)
-    if op in COLLECTIVES:
-        return block_numel(num_bytes, DTYPES[dtype], world_size) * world_size * DTYPES[dtype].itemsize
     bench = PROGRAMS[op]
     size = bench.divisible(size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype), world_size)
     return bench.exchanged_bytes(size, DTYPES[dtype])
@@ -210,12 +202,12 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
     if here:
         _print_rounded(out, args, options.device_type)
     for op in _ops(args):
-        rows: list[table.AnyRow] = []
+        rows: list[OpRow] = []
         for each in _calls(args, op, dtypes, options):
             found = call(*each) or []
             rows += found
             results.rows += found  # at once: what follows can fail
-        if op in PROGRAMS and args.trace:
+        if args.trace:
             *_, (_, _, size, dtype, direction, _) = _calls(args, op, dtypes, options)
             traced = call(record_op, op, size, dtype, direction, options)
             results.traces |= {op: traced} if here else {}
@@ -229,18 +221,13 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
 
 def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
     """What every rank calls for each size."""
-    if op in COLLECTIVES:
-        for dtype, num_bytes in itertools.product(dtypes, _sweep(args) or _sweep_default()):
-            yield measure_collective, op, num_bytes, dtype, options
-        return
     for dtype, direction in itertools.product(dtypes, args.direction):
         for size in _sizes(args, op, dtype, options.device_type):
             yield measure_op, op, size, dtype, direction, options
 
 
 def _ops(args: argparse.Namespace) -> Sequence[str]:
-    """The names of the ops or plain collectives to measure."""
-    return MANY.get(args.what, (args.what,))
+    return tuple(PROGRAMS) if args.what == "ops" else (args.what,)
 
 
 def _k_n(args: argparse.Namespace, op: str) -> tuple[int, int]:
@@ -272,10 +259,6 @@ def _sweep(args: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _sweep_default() -> list[int]:
-    return [1 << 20, 4 << 20, 16 << 20, 64 << 20]
-
-
 def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, options: Options) -> trace.Trace:
     """Trace one call of the baseline and one of the op under the profiler, in every rank."""
     data = rank_data(op, size, dtype, direction, options.device_type)
@@ -286,7 +269,7 @@ def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, 
     return trace.record(chosen, data.device)
 
 
-def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[table.AnyRow], options: Options) -> None:
+def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[OpRow], options: Options) -> None:
     if lines := table.summary(rows):
         tables = [*tables, table.summary_table(lines)]
         console.show(tables[-1], out)
@@ -298,7 +281,7 @@ def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[tab
     out.print(
         f"{rows[0].group_size} {where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank"
     )
-    plans = {(row.op, row.algorithm): row.plan for row in rows if isinstance(row, OpRow)}
+    plans = {(row.op, row.algorithm): row.plan for row in rows}
     for plan in plans.values():
         out.print(f"plan of the last size: {plan}", markup=False)
 

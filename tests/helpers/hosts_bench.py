@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import fusedcomm
 from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
-from fusedcomm.bench.common import Goal, Ratio, at_least, at_most, ms, tabulated
+from fusedcomm.bench.common import Goal, Ratio, at_least, draws, ms, tabulated
 from fusedcomm.bench.fits import Unreliable
 from fusedcomm.bench.op_bench import AUTO, ROOF, OpBench, OpData
 from fusedcomm.bench.op_programs import PROGRAMS
@@ -199,8 +200,20 @@ def measure_row(op: str, ratio: float, flops: float, rate: float, rounds: int) -
         plan.num_rounds,
         {name: each.min().item() for name, each in seconds.items()},
         {name: Timing.of(each) for name, each in seconds.items()},
-        {name: Ratio.of_draws(seconds[UNFUSED], each) for name, each in seconds.items() if name not in (ROOF, WIRE)},
+        {name: _ratio(seconds[UNFUSED], each) for name, each in seconds.items() if name not in (ROOF, WIRE)},
     )
+
+
+def _ratio(a: Tensor, b: Tensor) -> Ratio:
+    """With the 95% interval of the median, from rounds drawn anew."""
+    ratios = a / b
+    drawn = ratios[draws(len(ratios))].quantile(0.5, dim=-1)
+    low, high = drawn.quantile(drawn.new_tensor([0.025, 0.975])).tolist()
+    return Ratio(ratios.quantile(0.5).item(), low, high)
+
+
+def at_most(name: str, value: float, bound: float) -> Goal:
+    return Goal(name, value, f"<= {bound:g}", value <= bound)
 
 
 def forced_pieces(data: OpData, num_pieces: int) -> Callable[[], Any]:

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedcomm.bench import plain
-from fusedcomm.bench.measure import BUS, Options, measure_op
+from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import world
@@ -93,19 +92,6 @@ def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path, capsys: pytest.
     assert [row["num_bytes"] for row in rows] == [5888, 11776]
     start = "matmul_all_to_all, float32: bytes are rounded to what can be exchanged: "
     assert f"{start}6000 to 5888, 12000 to 11776 " in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.usefixtures("shared_ranks")
-def test_plain_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    world_size = 3
-    options = ("-b", "96", "-e", "200", "--dtype", "float32", "--check", "--oversubscribe")
-    rows = bench(tmp_path, "collectives", *options, "--world-size", str(world_size))["rows"]
-    assert "rounded" not in capsys.readouterr().out
-    assert [(row["op"], row["num_bytes"]) for row in rows] == [(op, b) for op in plain.COLLECTIVES for b in (96, 192)]
-    for row in rows:
-        factor = BUS[plain.COLLECTIVES[row["op"]]](world_size)
-        assert factor == (world_size - 1) / world_size * (2 if row["op"] == "all_reduce" else 1)
-        assert row["busbw"] == pytest.approx(row["num_bytes"] / row["time"]["median"] * 1e-9 * factor)
 
 
 class LastElementWrong(AllGatherMatmul):
