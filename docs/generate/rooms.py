@@ -31,11 +31,10 @@ def drawn(root: Path) -> str:
         lines.append(f'    {_id(each)}["{label}"]')
     for each, targets in reduced(graph).items():
         lines += [f"    {_id(each)} --> {_id(target)}" for target in targets]
-    lines += ["```", "", "| room | what it is | rooms that it imports |", "|---|---|---|"]
+    lines += ["```", "", "| room | what it is |", "|---|---|"]
     for each in reversed(LAYERS):
         path = _path(each, root)
-        imported = ", ".join(f"`{target}`" for target in _in_order(graph[each]))
-        lines.append(f"| [`{path}`](../{path}) | {described[each]} | {imported} |")
+        lines.append(f"| [`{path}`](../{path}) | {described[each]} |")
     return "\n".join(lines)
 
 
