@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,8 @@ from fusedcomm.bench.host_cost.traces import (
     races,
 )
 from fusedcomm.ops import dispatch
+from fusedcomm.runtime.native_part import native
+from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
 
 SLOT_BYTES = 32 << 20  # most calls below take two rounds or more
@@ -68,6 +71,10 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
                 trace = trace_of(driver, call, inputs, user)
                 wrong = [*dict.fromkeys(violations(trace, workspace, user))]
                 yield {"case": f"{algorithm} {name}", "counts": counts(trace), "wrong": wrong}
+                yield {
+                    "case": f"{algorithm} {name}, native",
+                    "wrong": [*differences(driver, call, inputs, workspace, user)],
+                }
                 missed = [*missed_defects(driver, call, inputs, workspace, user, trace)]
                 yield {"case": f"{algorithm} {name}, with defects planted", "wrong": missed}
 
@@ -94,6 +101,41 @@ def violations(trace: Trace, workspace: Workspace, user: torch.cuda.Stream) -> I
     yield from races(trace)
     yield from early_signals(trace, [*segments, place(workspace.segment)])
     yield from misplaced_copies(trace, segments, streams[1])
+
+
+def differences(
+    driver: Driver, call: Call, inputs: list[Tensor], workspace: Workspace, user: torch.cuda.Stream
+) -> Iterator[str]:
+    """Work that the native executor gives to the streams, and Python's does not, or the other way round.
+
+    Both run from each parity of the epoch, and find the allocator as the call before has left it.
+    """
+    if native is None:
+        return
+    runs: dict[tuple[bool, int], list[Any]] = {}
+    for by_python in (True, False):
+        native.set_warm_ups(int(by_python))  # the plan stays what it is: Python's count does not change
+        for _ in range(4):  # the first two of a kind run in Python, one as any, one to be kept
+            epoch = workspace.epoch
+            with driver.hears(inputs) as trace:
+                call(*inputs)
+            runs[by_python, epoch % NUM_SLOTS] = [*normal(trace, driver.given, epoch)]
+    for parity in {parity for _, parity in runs}:
+        ours, python = runs.get((False, parity)), runs.get((True, parity))
+        if ours != python:
+            pairs = zip_longest(ours or [], python or [])
+            at = next(i for i, (one, other) in enumerate(pairs) if one != other)
+            yield f"slot {parity}, #{at}: {(ours or [])[at:][:1]} is not {(python or [])[at:][:1]}"
+
+
+def normal(trace: Trace, given: list[tuple[Any, ...]], epoch: int) -> Iterator[Any]:
+    """All that depends neither on the epoch nor on the handles of events."""
+    events: dict[int, int] = {}
+    for each in trace:
+        is_event = each.what in ("record", "wait", "host waits")
+        yield replace(each, address=events.setdefault(each.address, len(events))) if is_event else each
+    for each in given:
+        yield (each[0], each[1] - (epoch << FINGERPRINT_BITS)) if len(each) == 2 else each
 
 
 def missed_defects(

@@ -41,6 +41,8 @@ def join(group_size: int, slot_bytes: int, device: torch.device) -> Workspace:
     topology = Topology(None, None, Workspace.num_bytes(group_size, slot_bytes), None)
     ours = Member(RANK, group_size, world.group_name, device, FakeStore(), topology, workspace=workspace)
     members._group(world).members[device] = ours
+    ours.prepare_calls()
+    ours.prepare_anew()
     return workspace
 
 
@@ -67,6 +69,7 @@ class Driver(FakeDriver):
         super().__init__(library.parent, 90, blocks, lambda: range(1 << 40), library)
         self.check(False)
         self.trace: list[Access] = []
+        self.given: list[tuple[Any, ...]] = []  # launches with all parameters, and written words
         self._note = _NOTE(lambda what, *rest: self.trace.append(Access(what.decode(), *rest)))
 
     @contextmanager
@@ -74,7 +77,7 @@ class Driver(FakeDriver):
         """Work given to streams, by a device that is as late as it can be. Launches read ``inputs``, and write other
         memory that was not there before; in the workspace they keep to the protocol, which is proved elsewhere.
         """
-        self.trace, self._inputs, self._lasting = [], [*map(place, inputs)], blocks()
+        self.trace, self.given, self._inputs, self._lasting = [], [], [*map(place, inputs)], blocks()
         note = c_void_p.in_dll(self._library, "pretended_note")
         late = c_int.in_dll(self._library, "pretended_late")
         note.value, late.value = ctypes.cast(self._note, c_void_p).value, 1
@@ -97,6 +100,8 @@ class Driver(FakeDriver):
         launch = self.launches.pop()
         given = partial(Access, device=torch.cuda.current_device(), stream=launch.stream)
         self.trace.append(given("launch"))
+        maps = [self.tensor_maps[int.from_bytes(a[:8], "little")] if len(a) == 128 else a for a in launch.arguments]
+        self.given.append((launch.kernel.name, launch.grid, launch.block, launch.shared, launch.attributes, *maps))
         results, freed = [each for each in blocks() if each not in self._lasting], blocks(allocated=False)
         for argument in launch.arguments:
             address = int.from_bytes(argument[:8], "little")
@@ -112,4 +117,5 @@ class Driver(FakeDriver):
         super()._write(*args)
         write = self.enqueued.pop()
         assert isinstance(write, Write)
+        self.given.append((write.address, write.value))
         self.trace.append(Access("signal", torch.cuda.current_device(), write.stream, NEITHER, write.address, 8))
