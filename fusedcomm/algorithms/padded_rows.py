@@ -15,7 +15,7 @@ def push_reduce_gather(
     algorithm: Callable[..., Tensor],
     call: Call,
     x: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     bias: Tensor | None,
     scale: float,
     partial_bias: Tensor | None = None,

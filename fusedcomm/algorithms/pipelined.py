@@ -50,7 +50,7 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tens
 def push_reduce(
     call: Call,
     x: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     bias: Tensor | None,
     scale: float,
     partial_bias: Tensor | None = None,
@@ -74,7 +74,7 @@ def push_reduce(
 def push_reduce_gather(
     call: Call,
     x: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     bias: Tensor | None,
     scale: float,
     partial_bias: Tensor | None = None,

@@ -28,14 +28,14 @@ def push_matmul(call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tens
 def push_reduce(
     call: Call,
     x: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     bias: Tensor | None,
     scale: float,
     partial_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    y, split_dim = reference.matmul(x, w, partial_bias), call.exchange.split_dim
+    y, split_dim = _product(x, w, partial_bias), call.exchange.split_dim
     total = reference.reduce_scatter(y, _reduce_op(scale), split_dim, *_collective(call, x))
     return _into(out, total if bias is None else total + bias)
 
@@ -43,14 +43,14 @@ def push_reduce(
 def push_reduce_gather(
     call: Call,
     x: Tensor,
-    w: Tensor,
+    w: Tensor | None,
     bias: Tensor | None,
     scale: float,
     partial_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``."""
-    y = reference.matmul(x, w, partial_bias)
+    y = _product(x, w, partial_bias)
     total = reference.all_reduce(y, _reduce_op(scale), call.exchange.group_size, call.group_name)
     return _into(out, total if bias is None else total + bias)
 
@@ -75,6 +75,10 @@ def pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
     if cut is None or cut.is_symbolic or isinstance(outer_numel, torch.SymInt):
         return False  # a graph that is for many sizes gets no guard of its own for them
     return model.pads(kind, cut, outer_numel * t.element_size(), t.device.type)
+
+
+def _product(x: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x if w is None else reference.matmul(x, w, bias)
 
 
 def _collective(call: Call, x: Tensor) -> tuple[Any, ...]:

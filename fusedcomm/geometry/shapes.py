@@ -20,6 +20,7 @@ from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.spans import block_shape
 
 REDUCE_OPS = ("sum", "avg")
+OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Shape = Sequence[int]
 
 
@@ -231,7 +232,7 @@ def check_tensors(
     x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], partial_bias: Tensor | None = None
 ) -> None:
     """Checks of dtype and device that all ops share."""
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+    if x.dtype not in OP_DTYPES:
         raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if len(biases) != len(ws):
         raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")

@@ -26,10 +26,23 @@ class Arguments(NamedTuple):
     return_gathered: bool = False  # return_exchanged in all_to_all_matmul
     partial_bias: Tensor | None = None
     out: Tensor | None = None
+    k: int | None = None  # of the call that this one is to the other ranks, where its own K may differ
 
     @property
     def w(self) -> Tensor:
         return self.ws[0]
+
+    @property
+    def shapes(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Those of x and w, as the other ranks are to have them."""
+        if self.k is None:
+            return self.x.shape, self.w.shape
+        return (*self.x.shape[:-1], self.k), (self.k, self.n)
+
+    @property
+    def n(self) -> int:
+        """N of the first w; without one x is the product."""
+        return (self.x if self.w is None else self.w).shape[-1]
 
     @property
     def bias(self) -> Tensor | None:

@@ -13,9 +13,9 @@ _ops = torch.ops.fusedcomm
 
 
 @register_flop_formula([_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce])
-def _of_x(x_shape: Sequence[int], w_shape: Sequence[int], *_: Any, **__: Any) -> int:
+def _of_x(x_shape: Sequence[int], w_shape: Sequence[int] | None, *_: Any, **__: Any) -> int:
     """The matmul comes before the collective: 2 * B * M * K * N."""
-    return 2 * math.prod(x_shape) * w_shape[-1]
+    return 0 if w_shape is None else 2 * math.prod(x_shape) * w_shape[-1]
 
 
 @register_flop_formula(_ops.all_to_all_matmul)

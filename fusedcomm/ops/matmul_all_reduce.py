@@ -78,6 +78,13 @@ def matmul_all_reduce(
     return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
 
 
+def all_reduce_as(x: Tensor, w: Tensor | None, k: int, group: Group) -> Tensor:
+    """``matmul_all_reduce(x, w, group)``, or of x itself where w is None, which meets other ranks' with the same k,
+    whatever their own K. It has no gradient.
+    """
+    return torch.ops.fusedcomm.matmul_all_reduce.agreed(x, w, None, k, *resolve(group))  # type: ignore[no-any-return]
+
+
 def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
     ctx.save_for_backward(args.x if needs.ws[0] else None, args.w if needs.x else None)
     ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(args.w), args.reduce_op, args.group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -107,8 +107,8 @@ class OpSpec:
             check_bias(args.bias, found.out_shape[-1], "N / R")
         else:
             for w, bias in zip(args.ws, args.biases, strict=True):
-                check_bias(bias, w.shape[-1])
-        check_bias(args.partial_bias, args.w.shape[-1], argument="partial_bias")
+                check_bias(bias, args.n if w is None else w.shape[-1])
+        check_bias(args.partial_bias, args.n, argument="partial_bias")
         return found
 
     def returned(self, results: Sequence[Tensor]) -> Any:
@@ -117,6 +117,16 @@ class OpSpec:
             return results[0]
         *outs, gathered = results
         return (outs if self.takes_lists else outs[0]), gathered
+
+    @property
+    def agreed(self) -> OpSpec | None:
+        """The overload ``agreed``, for sums: ranks with the same k understand each other, whatever their own K; without
+        w, x is the product already.
+        """
+        if "reduce_op" not in self.arguments:
+            return None
+        schema = self.schema.replace("Tensor w", "Tensor? w").replace("str reduce_op", "int k")
+        return replace(self, schema=schema)
 
 
 def _pushed(args: Arguments) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """The gradient of an input of linear layers, which is multiplied only where something reads it.
 
 `whole_of` makes the x that layers share. Its gradient is a sum of products, which one op multiplies and sums over
-ranks. Hooks, retained gradients and other users of x on the way read the numbers, on one rank too, and the op stays the
-same.
+ranks. Hooks, retained gradients and other users of x on the way read the numbers, or change them, on one rank too: then
+the sum is made first, and the op sends it as it sends products.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 
-from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
-from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.geometry.shapes import OP_DTYPES
+from fusedcomm.ops.matmul_all_reduce import all_reduce_as
+from fusedcomm.ops.matmul_reduce_scatter import reduce_scatter_as
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.view_as.default, _aten.detach.default)
 _PASSED_ON = ("ViewBackward", "UnsafeViewBackward", "AliasBackward", "BackwardHookFunction", "_ShardOfBackward")
 
 
-def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None) -> DTensor:
-    """``whole`` as x replicated. ``gather_dim``: None where x is replicated already."""
-    return _Whole.apply(x, [whole], gather_dim)  # type: ignore[no-any-return]
+def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None, k: int) -> DTensor:
+    """``whole`` as x replicated. ``gather_dim``: None where x is replicated already. ``k``: the K by which all ranks
+    plan the op of its gradient.
+    """
+    return _Whole.apply(x, [whole], gather_dim, k)  # type: ignore[no-any-return]
 
 
 def product(grad: Tensor, weight: Tensor, node: Any) -> Tensor:
@@ -49,38 +52,60 @@ def _wholes(node: Any) -> Iterator[Any]:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, whole: list[Tensor], gather_dim: int | None) -> DTensor:
+    def forward(ctx: Any, x: DTensor, whole: list[Tensor], gather_dim: int | None, k: int) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements, ctx.layout = x.device_mesh, x.placements, {"shape": x.shape, "stride": x.stride()}
-        ctx.gather_dim = gather_dim
+        ctx.gather_dim, ctx.k = gather_dim, k
         return DTensor.from_local(whole[0], x.device_mesh, (Replicate(),), run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None, None]:
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         local = grad._local_tensor
-        if not isinstance(local, WhenRead) or grad.placements != (Partial(),) or torch.is_grad_enabled():
-            return grad.redistribute(placements=ctx.placements), None, None
-        factors, rest = local.terms.parts()
-        found = [] if rest is None else [_redistributed(rest.view(local.shape), ctx)]
-        if factors:
-            grads, weights = zip(*factors, strict=True)
-            joined, weight = (grads[0], weights[0]) if len(factors) == 1 else (torch.cat(grads, -1), torch.cat(weights))
-            joined = joined.view(*local.shape[:-1], -1)
-            if ctx.gather_dim is None:
-                found.append(matmul_all_reduce(joined, weight, ctx.mesh))
-            else:
-                found.append(matmul_reduce_scatter(joined, weight, ctx.gather_dim, ctx.mesh))
-        part = found[0] if len(found) == 1 else found[0] + found[1]
-        kept = [*local.terms.parts_of, weakref.ref(local.terms)]
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_read_what_is_kept, kept))
-        return DTensor.from_local(part, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None, None
+        is_sent = local.dtype in OP_DTYPES and local.numel() > 0
+        if grad.placements != (Partial(),) or not is_sent:
+            return grad.redistribute(placements=ctx.placements), None, None, None
+        if torch.is_grad_enabled():
+            part = _Summed.apply(grad.to_local(grad_placements=(Replicate(),)), ctx)
+        else:
+            part = _summed(*_as_product(local), ctx)
+        if isinstance(local, WhenRead):
+            kept = [*local.terms.parts_of, weakref.ref(local.terms)]
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_read_what_is_kept, kept))
+        return DTensor.from_local(part, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None, None, None
 
 
-def _redistributed(summand: Tensor, ctx: Any) -> Tensor:
-    t = DTensor.from_local(summand, ctx.mesh, (Partial(),), run_check=False)
-    return t.redistribute(placements=ctx.placements).to_local()
+def _summed(x: Tensor, weight: Tensor | None, ctx: Any) -> Tensor:
+    if ctx.gather_dim is None:
+        return all_reduce_as(x, weight, ctx.k, ctx.mesh)
+    return reduce_scatter_as(x, weight, ctx.k, ctx.gather_dim, ctx.mesh)
+
+
+class _Summed(torch.autograd.Function):
+    """For second derivatives, which one rank may ask for alone as well."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, of: Any) -> Tensor:
+        ctx.of = of
+        return _summed(local, None, of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        sharded = DTensor.from_local(grad, ctx.of.mesh, ctx.of.placements, run_check=False, **ctx.of.layout)
+        return sharded.redistribute(placements=(Replicate(),)).to_local(), None
+
+
+def _as_product(local: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x and w of ``x @ w``, or all of the gradient and None, if it is more than products of layers."""
+    if not isinstance(local, WhenRead):
+        return local, None
+    factors, rest = local.terms.parts()
+    if not factors or rest is not None:
+        return local.read(), None
+    grads, weights = zip(*factors, strict=True)
+    joined, weight = (grads[0], weights[0]) if len(factors) == 1 else (torch.cat(grads, -1), torch.cat(weights))
+    return joined.view(*local.shape[:-1], -1), weight
 
 
 def _read_what_is_kept(sums: list[weakref.ref[_Sum]]) -> None:

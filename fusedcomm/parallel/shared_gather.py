@@ -101,17 +101,19 @@ class SharedGather:
         self.mesh, self.gather_dim, self.layers, self.taken = x.device_mesh, gather_dim, layers, set[SharingLinear]()
         self.results: dict[SharingLinear, _Result] = {}
         made: Mapping[SharingLinear, Tensor] = {}
+        expected = [each for each in layers if _is_expected(each, x, index)]
         with torch.no_grad():
             if gather_dim is None:
                 whole = x.to_local()
-            elif expected := [each for each in layers if _is_expected(each, x, index)]:
+            elif expected:
                 weights, biases = zip(*map(shards, expected), strict=True)
                 ws, size = [weight.mT for weight in weights], gather_size_of(x, gather_dim)
                 ys, whole = matmul_and_gathered(x.to_local(), ws, gather_dim, self.mesh, biases, size)
                 made = dict(zip(expected, ys, strict=True))
             else:
                 whole = x.redistribute(placements=(Replicate(),)).to_local()
-        self.whole = whole_of(x, whole, gather_dim)
+        columns = sum(each.out_features for each in expected or layers)
+        self.whole = whole_of(x, whole, gather_dim, max(1, columns // self.mesh.size()))
         self.ahead = len(made)
         for layer, y in made.items():
             self.results[layer] = _Result(y, layer.weight, layer.bias, _state(layer, self.whole))

@@ -27,17 +27,22 @@ class Arithmetic(Protocol):
 
 
 class PushedMatmul:
-    """Computes any chunk of ``x @ w + bias`` into a given place."""
+    """Computes any chunk of ``x @ w + bias`` into a given place. Without w, x is that product already.
 
-    def __init__(self, s: Arithmetic, x: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
+    K is x's own: a call may stand for one whose K was another, as chunks do not depend on it.
+    """
+
+    def __init__(self, s: Arithmetic, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
         self.s = s
-        self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, exchange.k)
-        self.w = s.reshape(w, exchange.num_batches, exchange.k, w.shape[-1])
+        self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, x.shape[-1])
         self.bias = bias
-        self.y: Tensor | None = None
+        self.y: Tensor | None = self.x if w is None else None
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
         self.makers: set[int] = set()  # with whose chunks these are multiplied
         self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
+        if w is None:
+            return
+        self.w = s.reshape(w, exchange.num_batches, x.shape[-1], w.shape[-1])
         scattered = None if exchange.cut is None else exchange.cut.scattered
         overlaps = scattered is not None and scattered.overlaps
         if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply what two have, again and again

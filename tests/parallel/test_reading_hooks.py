@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.modules import module as every
 from torch.nn.utils import parametrize
 
 import fusedcomm.parallel as our_parallel
+from fusedcomm import close, force_algorithm
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared_attention import (
     CLOSE,
     GATHER,
     REDUCE,
-    REDUCED,
     SCATTER,
     Attention,
     alike,
@@ -33,6 +36,7 @@ from tests.helpers.prepared_attention import (
     inputs,
     step,
 )
+from tests.helpers.tiers import nightly_but
 
 Hook = Callable[..., None]
 Add = Callable[[Attention, Hook], Any]
@@ -164,11 +168,14 @@ def test_one_rank_reads_x(rank: int, mode: str) -> None:
         assert module.k.ran == (whole if mode == "autocast" else f"{GATHER}, shared by 3 layers")
 
 
+def written(grad: Any) -> None:
+    grad.to_local().mul_(2)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("of", ["module", "layer", "layer-pre", "x", "written"])
 def test_gradients_that_a_hook_changes(rank: int, of: str) -> None:
     """On all ranks: of the module, of what one layer adds to it, of x; also in place."""
-    ran = {"module": ([GATHER], [REDUCED]), "x": ([GATHER], [REDUCED]), "written": ([GATHER], [REDUCED])}
     results = []
     for styles in (torch_parallel, our_parallel):
 
@@ -179,7 +186,7 @@ def test_gradients_that_a_hook_changes(rank: int, of: str) -> None:
             if of == "x":
                 x.register_hook(lambda grad: 10 * grad)
             if of == "written":
-                x.register_hook(lambda grad: [None, grad.to_local().mul_(2)][0])
+                x.register_hook(written)
             return each_once(m, x)
 
         module = attention(styles, use)
@@ -190,7 +197,78 @@ def test_gradients_that_a_hook_changes(rank: int, of: str) -> None:
             )
         results.append([step(module, inputs(rank), module) for _ in range(2)][-1])
     assert_close(results[1][0], results[0][0])
-    assert results[1][1:] == ran.get(of, ([GATHER, SCATTER], [REDUCED] if of == "layer" else []))
+    assert results[1][1:] == ([GATHER, SCATTER], [])
+
+
+def hooked(m: Attention, x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
+    x.register_hook(hook)
+    return each_once(m, x)
+
+
+def pre_hooked(m: Attention, x: Tensor) -> Tensor:
+    with removed_after(m.k.register_forward_pre_hook(lambda module, args: args[0].clone())):
+        return each_once(m, x)
+
+
+def tripled(module: nn.Module, grads: Any, _: Any) -> Any:
+    return (3 * grads[0],)
+
+
+def backward_hooked(m: Attention, x: Tensor) -> Tensor:
+    with removed_after(m.k.register_full_backward_hook(tripled)):
+        return each_once(m, x)
+
+
+# what one rank may do with x, or its gradient: its sum over ranks is of the same shape
+CHANGES: dict[str, Callable[[Attention, Any], Tensor]] = {
+    "a copy": pre_hooked,
+    "another gradient of a layer": backward_hooked,
+    "another gradient": lambda m, x: hooked(m, x, lambda grad: 3 * grad),
+    "a written gradient": lambda m, x: hooked(m, x, written),
+    "a layer twice": lambda m, x: each_once(m, x) + 0 * m.q(x).sum(),
+    "a layer less": lambda m, x: torch.cat([m.q(x), m.k(x.detach()), m.v(x)], -1),
+    "no layer": lambda m, x: each_once(m, x.detach()) + x.to_local(grad_placements=(Partial(),)).repeat(1, 1, 2),
+}
+
+
+ALGORITHMS = ["chunked", "unfused", "pipelined", "fused", "checked"]
+
+
+@contextmanager
+def voted_anew(**env: str) -> Iterator[None]:
+    """The world's group under these settings: DTensors take its equals for it."""
+    try:
+        with mock.patch.dict(os.environ, {f"FUSEDCOMM_{name}": value for name, value in env.items()}):
+            close(dist.group.WORLD)
+            yield
+    finally:
+        close(dist.group.WORLD)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", nightly_but(["chunked", "checked"], ALGORITHMS))
+def test_one_rank_changes_the_gradient(rank: int, algorithm: str) -> None:
+    """It sends its own sum as the others send their products."""
+    with voted_anew(CHECK=str(int(algorithm == "checked"))), force_algorithm(algorithm.removeprefix("checked") or None):
+        for change, layout in itertools.product(CHANGES.values(), (Shard(1), Replicate())):
+            stock, ours = (attention(s, each_once if rank else change, layout) for s in (torch_parallel, our_parallel))
+            want, *_ = step(stock, inputs(rank, sharded=layout == Shard(1)), stock)
+            for _ in range(3 if algorithm == "chunked" else 1):  # the third is prepared
+                found, *ran = step(ours, inputs(rank, sharded=layout == Shard(1)), ours)
+                assert_close(found, want)
+                assert ran == [[GATHER, SCATTER] if layout == Shard(1) else [REDUCE], []]
+
+
+@on_ranks(2)
+def test_one_rank_asks_for_a_second_derivative(rank: int) -> None:
+    """It alone, and then all."""
+    results = []
+    for styles in (torch_parallel, our_parallel):
+        module, (x,) = attention(styles, each_once), inputs(rank)
+        grads = [torch.autograd.grad(module(x).sin().sum(), x, create_graph=asks)[0] for asks in (rank == 0, True)]
+        grads[1].square().sum().backward()
+        results.append([*grads, x.grad, *(alike(p.grad) for p in module.parameters())])
+    assert_close(results[1], results[0])
 
 
 class OneView(nn.Module):
