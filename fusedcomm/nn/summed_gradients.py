@@ -29,19 +29,35 @@ class _Fact(NamedTuple):
         return _Fact(name, tuple(shape), kind and tuple(kind), sparse and tuple(sparse))
 
 
-def sum_gradients(parameters: Sequence[nn.Parameter], names: Sequence[str], pg: ProcessGroup) -> None:
-    """Give each parameter the sum of its gradients, and none where no rank has one.
-
-    The ranks first exchange what they have, and raise ValueError on all of them where that does not belong together.
+def vote(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], pg: ProcessGroup, wrong: Exception | None
+) -> list[list[_Fact]]:
+    """Every rank's gradients, by rank. Raises on all ranks where these do not belong together or a rank is ``wrong``:
+    its own error on that, ValueError on the others.
     """
-    grads = [_gradient(parameter) for parameter in parameters]
-    mine = [_fact(*each) for each in zip(names, parameters, grads, strict=True)]
+    mine: list[_Fact] = []
+    try:
+        mine = [_fact(name, each, _gradient(each)) for name, each in zip(names, parameters, strict=True)]
+    except (AttributeError, TypeError) as error:
+        wrong = wrong or TypeError(f"also must name parameters: {error}")
     what = "sum_replicated_gradients"
-    posts = agree(group.store(pg, what), pg.rank(), pg.size(), {"gradients": mine}, what=what)
-    ranks = [[_Fact.of(each) for each in post["gradients"]] for post in posts]
+    post = {"gradients": mine, "error": "" if wrong is None else str(wrong)[:512]}
+    posts = agree(group.store(pg, what), pg.rank(), pg.size(), post, what=what)
+    if wrong is not None:
+        raise wrong
+    for rank, each in enumerate(posts):
+        if each["error"]:
+            raise ValueError(f"{each['error']} (rank {rank} of the group)")
+    ranks = [[_Fact.of(fact) for fact in each["gradients"]] for each in posts]
     _check_same(ranks)
+    return ranks
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], ranks: list[list[_Fact]], pg: ProcessGroup) -> None:
+    """Give each parameter the sum of its gradients, and none where no rank has one. ``ranks``: what `vote` returned."""
     summed = []
-    for parameter, grad, facts in zip(parameters, grads, zip(*ranks, strict=True), strict=True):
+    for parameter, facts in zip(parameters, zip(*ranks, strict=True), strict=True):
+        grad = _gradient(parameter)
         with_one = [fact for fact in facts if fact.kind is not None]
         if not with_one:
             continue

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fusedcomm.nn.summed_gradients import sum_gradients
+from fusedcomm.nn.summed_gradients import sum_gradients, vote
 from fusedcomm.nn.ulysses_linear import UlyssesLinear, whole
 from fusedcomm.parallel.plain_modules import PARAMETERS
 from fusedcomm.runtime.group import Group, find, resolve
@@ -66,9 +66,10 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
             WORLD.
 
     Raises:
-        ValueError: a parameter is a DTensor on a mesh with other ranks of the group, which has reduced its gradient
-            over them; on every rank, if ranks name other parameters, or their gradients have other dtypes.
-        TypeError: the weight of a layer is made of parameters outside of it.
+        ValueError: on every rank, if on one a parameter is a DTensor on a mesh with other ranks of the group, which has
+            reduced its gradient over them; or if ranks name other parameters, or their gradients have other dtypes.
+        TypeError: on such a rank, and ValueError on the others, if the weight of a layer is made of parameters outside
+            of it, or ``also`` names something else.
 
     Example, on each of 2 ranks::
 
@@ -77,13 +78,31 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
         fusedcomm.nn.sum_replicated_gradients(layer)
         assert (layer.bias.grad == 12).all()  # 2 x 6 tokens, half of them on each rank
     """
-    partial = _partial(model, list(also), group)
+    also, wrong = list(also), None
     names = {each: name.replace("_orig_mod.", "") for name, each in model.named_parameters()}  # one rank may compile
-    for parameter, group_name in partial.items():
-        _check_not_reduced(names.get(parameter, "a parameter in also"), parameter, group_name)
-    for group_name in dict.fromkeys(partial.values()):
-        parameters = [parameter for parameter, name in partial.items() if name == group_name]
-        sum_gradients(parameters, [names.get(each, "") for each in parameters], find(group_name))
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in _groups(model, also, group)}
+    try:
+        for parameter, group_name in _partial(model, also, group).items():
+            _check_not_reduced(names.get(parameter, "a parameter in also"), parameter, group_name)
+            groups[group_name].append(parameter)
+    except (TypeError, ValueError) as error:
+        wrong = error
+    votes = {}
+    for group_name, parameters in groups.items():
+        try:
+            votes[group_name] = vote(parameters, [names.get(each, "") for each in parameters], find(group_name), wrong)
+        except (TypeError, ValueError) as error:
+            wrong = error  # which the ranks of the other groups must hear
+    if wrong is not None:
+        raise wrong
+    for group_name, parameters in groups.items():
+        sum_gradients(parameters, votes[group_name], find(group_name))
+
+
+def _groups(model: nn.Module, also: list[nn.Parameter], group: Group) -> list[str]:
+    """The groups over which there may be gradients to sum, in an order that is the same on all ranks."""
+    layers = [each for each in model.modules() if isinstance(each, UlyssesLinear)]
+    return [*(each._group() for each in layers), *([resolve(group)[1]] if also else [])]
 
 
 def _partial(model: nn.Module, also: list[nn.Parameter], group: Group) -> dict[nn.Parameter, str]:

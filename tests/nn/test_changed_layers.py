@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -211,6 +213,16 @@ def test_gradients_that_some_ranks_lack(rank: int) -> None:
     for message, also in bad.items():
         with pytest.raises(ValueError, match=message):
             sum_replicated_gradients(layers, also=also)
+    reduced = nn.Parameter(distribute_tensor(one, init_device_mesh("cpu", (2,))))
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (reduced, ValueError, "a parameter in also must not have been reduced over the group"),
+        ("weight", TypeError, "also must name parameters"),
+    ]
+    for one_of, error, message in wrong:  # on rank 1
+        with pytest.raises(
+            error if rank else ValueError, match=message + ("" if rank else r".* \(rank 1 of the group")
+        ):
+            sum_replicated_gradients(layer, also=[one_of if rank else nn.Parameter(one)])
     double = nn.Parameter(torch.ones(2, dtype=(torch.float32, torch.float64)[rank]))
     double.grad = torch.ones_like(double)
     with pytest.raises(ValueError, match=r"a parameter must be alike on all ranks, got .*float32.*float64"):
