@@ -13,14 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fusedcomm.ops.call_check import tell_peers
+from fusedcomm.runtime.group import resolve
+
 LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
 
 
-def check_types(x: Any, w: Any, bias: Any, *, lists: bool = False, **options: Any) -> None:
+def check_types(
+    x: Any, w: Any, bias: Any, *, lists: bool = False, op: str = "", group: Any = None, **options: Any
+) -> None:
     """Raise TypeError unless x and w are plain tensors, bias one or None, and ``options`` what their names say.
 
-    ``lists``: w and bias may be lists of these.
+    ``lists``: w and bias may be lists of these. ``op``: the op whose peers on ``group`` hear of the error, if they
+    compare calls.
     """
+    try:
+        _check_types(x, w, bias, lists, options)
+    except TypeError as error:
+        if op and isinstance(x, Tensor):
+            tell_peers(op, resolve(group)[1], x, error)
+        raise
+
+
+def _check_types(x: Any, w: Any, bias: Any, lists: bool, options: dict[str, Any]) -> None:
     check_tensor("x", x)
     for each in w if lists and isinstance(w, LISTS) else (w,):
         check_tensor("w", each)

@@ -365,7 +365,8 @@ def test_what_one_rank_finds_wrong_all_raise(rank: int, algorithm: str) -> None:
     with fresh_group(CHECK="1") as group, fusedcomm.force_algorithm(algorithm):
         w = torch.ones(8, 6)
         for call in (fusedcomm.matmul_all_reduce, partial(fusedcomm.matmul_all_to_all, gather_dim=0, scatter_dim=1)):
-            for wrong in (torch.ones(4, 8 + rank), torch.ones(4, 8, dtype=torch.int32 if rank else None)):
+            sparse = torch.ones(4, 8).to_sparse() if rank else torch.ones(4, 8)  # which the public function refuses
+            for wrong in (torch.ones(4, 8 + rank), torch.ones(4, 8, dtype=torch.int32 if rank else None), sparse):
                 expected = (ValueError, TypeError) if rank == 1 else fusedcomm.PeerMismatchError
                 with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
                     call(wrong, w, group=group)
