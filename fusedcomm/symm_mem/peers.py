@@ -69,7 +69,8 @@ class Peers:
             self.handle.barrier(timeout_ms=timeout_ms())
         except RuntimeError as error:
             _failed[self._signals] = self.handle
-            raise RuntimeError(f"torch.ops.symm_mem.{self.op}: {error}") from None
+            others = "all ranks made this call: one has stopped in it, or its tensor lies in another allocation"
+            raise RuntimeError(f"torch.ops.symm_mem.{self.op}: {error}; {others}") from None
 
     @property
     def _signals(self) -> int:

@@ -79,10 +79,10 @@ def small_ones(x: Tensor, w: Tensor, me: int) -> Any:
 PROGRAMS = [logged, one_of_three, scattered, own_bias, own_number, own_norm, logged_between, small_ones]
 
 
-def run(program: Program, overlap: bool, me: int) -> CompileReport:
+def run(program: Program, overlap: bool, me: int, n: int = N) -> CompileReport:
     """As rank ``me`` has it; the values are those of eager mode."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    x, w = torch.randn(N, N, generator=generator), torch.randn(N, N, generator=generator)
+    x, w = torch.randn(n, n, generator=generator), torch.randn(n, n, generator=generator)
     torch._dynamo.reset()
     with torch.no_grad(), no_latency(), fusedcomm.compile.enabled(overlap=overlap) as report:
         got = torch.compile(program, backend=interpreted)(x, w, me)
@@ -110,6 +110,18 @@ def test_what_ranks_share_is_rewritten_and_what_they_do_not_has_a_reason(rank: i
         assert not any(line.status == "merged" for line in mixed.collectives)
         assert not rank or any("rank 0 compiled another one" in line.reason for line in mixed.collectives), str(mixed)
         assert statuses(1).count("merged") == 2
+
+
+@on_ranks(2)
+def test_the_first_that_communicates_may_have_several_results(rank: int) -> None:
+    """An op that overlap has chosen, in a graph to whose order the ranks agree."""
+
+    def program(x: Tensor, w: Tensor, me: int) -> Any:
+        gathered = all_gather(x, 0, world())
+        return last(gathered @ w), gathered
+
+    report = run(program, True, 0, n=512)
+    assert [line.status for line in report.collectives] == ["fused", "exposed"], str(report)
 
 
 def drawn(rng: random.Random) -> Program:

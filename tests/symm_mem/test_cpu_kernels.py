@@ -216,12 +216,18 @@ def test_get_remote_tensors_of_a_view(rank: int) -> None:
 @on_ranks(2)
 def test_a_peer_that_does_not_come(rank: int) -> None:
     t = symmetric(torch.float32).fill_(1)
+    ops.one_shot_all_reduce(t, "sum", NAME)  # the first call makes memory
     dist.barrier()
     if rank == 0:
         with timeout(0.1):
             error = error_of(lambda: ops.one_shot_all_reduce(t, "sum", NAME))
         assert error.startswith("RuntimeError: torch.ops.symm_mem.one_shot_all_reduce: barrier timed out after 100 ms")
         assert "rank 1 has not come" in error
+    dist.barrier()
+    both = [symmetric(torch.float32), symmetric(torch.float32)]
+    with timeout(1):
+        error = error_of(lambda: ops.one_shot_all_reduce(both[rank], "sum", NAME))
+    assert error.endswith("or its tensor lies in another allocation")
     dist.barrier()
     assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()  # nothing had been sent
     with timeout(0.1), mock.patch.object(Peers, "barrier", lambda _: dist.barrier()) if rank else nullcontext():
