@@ -78,7 +78,16 @@ def matmul_all_to_all(
         y = fusedcomm.matmul_all_to_all(x, w, gather_dim=1, scatter_dim=-2, out_shape=[2, 3])
         assert y.shape == (2, 8, 1, 3)  # [batch, tokens, heads / R, head_dim]
     """
-    check_types(x, w, bias, op="matmul_all_to_all", group=group, gather_dim=gather_dim, scatter_dim=scatter_dim, out_shape=out_shape)
+    check_types(
+        x,
+        w,
+        bias,
+        op="matmul_all_to_all",
+        group=group,
+        gather_dim=gather_dim,
+        scatter_dim=scatter_dim,
+        out_shape=out_shape,
+    )
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
     divisible = splits.divides(group_size, [*x.shape[:-1], *(shape or w.shape[-1:])], scatter_dim)
