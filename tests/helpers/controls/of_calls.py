@@ -340,6 +340,30 @@ CONTROLS: dict[str, Control] = {
         "in calls_by_rank[rank]:",
         "tests/ops/test_uneven_unfused.py::test_the_check_finds_ranks_that_disagree[matmul_reduce_scatter]",
     ),
+    "peers hear of a type that one rank alone finds wrong": Control(
+        "fusedcomm/ops/arguments.py",
+        "if op and isinstance(x, Tensor):",
+        "if False:",
+        "tests/ops/test_call_check.py::test_what_one_rank_finds_wrong_all_raise[unfused]",
+    ),
+    "peers hear of parameters that one rank alone finds wrong": Control(
+        "fusedcomm/nn/summed_gradients.py",
+        """        if each["error"]:""",
+        """        if False:""",
+        "tests/nn/test_changed_layers.py::test_gradients_that_some_ranks_lack",
+    ),
+    "a shared gradient is one call, whatever a rank multiplies for it": Control(
+        "fusedcomm/ops/call_arguments.py",
+        "        if self.k is None:",
+        "        if self.w is not None:",
+        "tests/parallel/test_reading_hooks.py::test_one_rank_changes_the_gradient[chunked]",
+    ),
+    "all plans of a group take bounded memory": Control(
+        "fusedcomm/runtime/group_member.py",
+        "if self.plan_bytes > MOST_PLAN_BYTES:",
+        "if False:",
+        "tests/ops/test_prepared.py::test_tapes_that_take_too_much_are_dropped",
+    ),
     "a call is for the rank that makes it": Control(
         "fusedcomm/ops/dispatch.py",
         "if exchange.cut is not None and exchange.cut.rank != pg.rank():",
