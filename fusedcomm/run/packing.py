@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from fusedcomm.plan.schedule import Described, Fingerprint, Launch, Place, Table
