@@ -25,8 +25,6 @@ from fusedcomm.launch.ranks import RankError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DTYPE_COLUMN = Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True)
-TIMEOUT_S = 3600
-DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ def at_least(name: str, value: float, bound: float) -> Goal:
 
 
 def draws(rounds: int) -> Tensor:
-    """Rounds drawn anew from those of a run, ``DRAWS`` times: how well it knows a statistic of them (the bootstrap)."""
-    return torch.randint(rounds, (DRAWS, rounds), generator=torch.Generator().manual_seed(0))
+    """Rounds drawn anew from those of a run, 1000 times: how well it knows a statistic of them (the bootstrap)."""
+    return torch.randint(rounds, (1000, rounds), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def run(
     rows: list[Any] = []
     env = world.HUGE_PAGES if args.huge_pages else None
     try:
-        with world.ranks(device_type, world.default_world_size(device_type), TIMEOUT_S, env) as call:
+        with world.ranks(device_type, world.default_world_size(device_type), 3600, env) as call:
             huge_pages = call(_has_huge_pages)
             if world.is_rank_0():
                 print(args.sizes, *([_pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 # Folders of the package that cannot change a compiled graph: the tools, and what ops call only when they run.
-_BESIDE_GRAPHS = {"bench", "cli", "doctor", "kernels", "launch", "testing"}
+_BESIDE_GRAPHS = {"bench", "kernels", "launch", "testing", "tools"}
 
 
 def replace(file: Path, text: str) -> Path:

@@ -137,9 +137,7 @@ def test_every_module_is_in_the_wheel_and_imports_there(installed: Path) -> None
     assert {file for file in files if file.endswith(".py")} == module_files()
     assert "fusedcomm/py.typed" in files
     assert not [file for file in files if file.endswith((".so", ".cpp", ".h"))]
-    # Some benches need the tests of a checkout.
-    alone = {file for file in module_files() if "\nfrom tests" not in (installed / file).read_text()}
-    assert len(module_files() - alone) <= 5
+    alone = {file for file in module_files() if "/host_cost/" not in file}  # which needs a checkout
     names = sorted(file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in alone)
     imported = run_installed(installed, "-c", IMPORT_ALL, *names).stdout.splitlines()
     assert {Path(file).relative_to(installed).as_posix() for file in imported} == alone
