@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -64,7 +65,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("fusedcomm", "kernels", "bench"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__", "kernels")  # a checkout may have a link to kernels/
         shutil.copytree(ROOT / folder, source / folder, ignore=ignore)
-    for file in ("pyproject.toml", "setup.py", "build_backend.py", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "setup.py", "build_backend.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
     return source
 
@@ -141,6 +142,18 @@ def test_every_module_is_in_the_wheel_and_imports_there(installed: Path) -> None
     names = sorted(file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in alone)
     imported = run_installed(installed, "-c", IMPORT_ALL, *names).stdout.splitlines()
     assert {Path(file).relative_to(installed).as_posix() for file in imported} == alone
+
+
+def test_a_source_distribution_has_all_that_a_build_reads(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"import build_backend; build_backend.build_sdist({str(tmp_path)!r})"]
+    subprocess.run(command, cwd=source, env=os.environ | {"CXX": NO_COMPILER}, check=True, capture_output=True)
+    (file,) = tmp_path.iterdir()
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    kinds = (".py", ".cpp", ".h")
+    paths = [path for folder in ("fusedcomm", "kernels", "bench") for path in (source / folder).rglob("*.*")]
+    read = {path.relative_to(source).as_posix() for path in paths if path.suffix in kinds}
+    assert read | {"build_backend.py", "setup.py", "pyproject.toml"} <= names
 
 
 def test_the_metadata_of_the_wheel(installed: Path) -> None:
