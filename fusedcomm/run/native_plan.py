@@ -54,21 +54,15 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, sources: Se
     )
     for step in schedule.steps:
         if isinstance(step.work, Launch):
-            _append_launch(plan, step, workspace, fingerprint, sources)
+            kept = workspace.kernels.get(id(step.work))
+            if kept is None or workspace.device.type == "cpu":
+                raise NotPackableError("the kernel is not one that the driver can launch")
+            places, packed = pack(step.work, kept[1], workspace, fingerprint)
+            plan.launch(_facts(step), _places(places, sources), *packed)
         else:
             _append(plan, step, sources)
     plan.finish(_places(schedule.returned, sources))
     return plan
-
-
-def _append_launch(
-    plan: Any, step: Step, workspace: Workspace, fingerprint: int, sources: Sequence[Source | None]
-) -> None:
-    kept = workspace.kernels.get(id(step.work))
-    if kept is None:
-        raise NotPackableError("Triton has not said which kernel it launches")
-    places, packed = pack(step.work, kept[1], workspace, fingerprint)
-    plan.launch(_facts(step), _places(places, sources), *packed)
 
 
 def _facts(step: Step) -> tuple[str, int, tuple[int, int, int]]:
