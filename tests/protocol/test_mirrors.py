@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.runtime.workspace import Round
+from fusedcomm.plan.schedule import Base, EndRound, Reduce, Signal, Wait, places_of
+from fusedcomm.run.python_executor import Execution
 from tests.helpers.problems import PROBLEMS, integers
 from tests.protocol import mirrored, mirrors
 from tests.protocol.mirrored import MIRRORED
@@ -26,32 +26,46 @@ from tests.protocol.scenario import (
     empty_from,
 )
 
-WHAT = {"part": "write", "signal": "signal", "wait": "wait", "received": "read"}
+WHAT = ("write", "signal", "wait", "read")
 Steps = list[tuple[str, int, int]]  # (what, the other rank, epoch)
 
 
 def recorded_steps(rank: int) -> Steps:
-    """The steps of `chunked` with its peers, call by call."""
+    """The steps of `chunked` with its peers, call by call. The own chunk needs no flag."""
     steps: Steps = []
+    step, waited = Execution.step, rank
 
-    def recording(name: str) -> Callable[..., Any]:
-        method = getattr(Round, name)
+    def add(self: Execution, what: str, other: int) -> None:
+        found = what, other, self.epoch
+        if other != rank and found not in steps[-1:]:  # a chunk may be written, or read, in parts
+            steps.append(found)
 
-        def record(self: Round, other: int) -> Any:
-            result = method(self, other)
-            nothing = isinstance(result, torch.Tensor) and result.numel() == 0
-            if other != rank and not nothing:  # the own chunk needs no flag, an empty one is not written
-                steps.append((WHAT[name], other, self.epoch))
-            return result
-
-        return record
+    def record(self: Execution, work: Any, stream: Any) -> None:
+        nonlocal waited
+        for to in places_of(getattr(work, "out", None) or getattr(work, "to", None)):
+            if to.base == Base.SLOT:
+                add(self, "write", to.number)
+        if isinstance(work, Reduce):
+            for src_rank in range(len(work.parts)):
+                add(self, "read", src_rank)
+        elif any(
+            place.base == Base.SLOT for place in places_of((getattr(work, "source", None), getattr(work, "x", None)))
+        ):
+            add(self, "read", waited)
+        if isinstance(work, Signal):
+            add(self, "signal", work.dst_rank)
+        if isinstance(work, Wait):
+            waited = work.src_rank
+            add(self, "wait", waited)
+        step(self, work, stream)
+        if isinstance(work, EndRound):
+            waited = rank
 
     problem = next(p for p in PROBLEMS if p.name == "rows-gathered")
     x, w, _ = integers(problem, rank, dist.get_world_size())
     fusedcomm.close()
     with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
-        for name in WHAT:
-            patch.setattr(Round, name, recording(name))
+        patch.setattr(Execution, "step", record)
         fusedcomm.matmul_all_to_all(x, w, problem.gather_dim, problem.scatter_dim)
         fusedcomm.matmul_all_to_all(x[:0], w, problem.gather_dim, problem.scatter_dim)
         fusedcomm.all_gather_matmul(x, w, 0)
@@ -70,7 +84,7 @@ def in_program_order(programs: Programs) -> Steps:
             step = sends.pop(0)
         else:
             step, received = receives.pop(0), received + 1
-        if step.what in WHAT.values():
+        if step.what in WHAT:
             steps.append((step.what, step.other, step.epoch))
     return steps
 
