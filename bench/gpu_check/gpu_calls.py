@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms.planned import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.runtime.workspace import Call, Workspace

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import chunked, fused, padded_rows, pipelined, unfused
+from fusedcomm.algorithms import padded_rows, pipelined, unfused
+from fusedcomm.algorithms.planned import chunked, fused
 from fusedcomm.geometry.cut import Splits
 from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.geometry.shapes import check_bias, check_tensors

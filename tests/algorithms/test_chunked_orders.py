@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import chunked
+from fusedcomm.algorithms.planned import chunked
 from fusedcomm.errors import PeerError
 from fusedcomm.geometry import exchange
 from fusedcomm.geometry.exchange import Exchange

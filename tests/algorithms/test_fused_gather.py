@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fusedcomm.algorithms import fused
+from fusedcomm.algorithms.planned import fused
 from fusedcomm.runtime.workspace import Workspace
 from tests.algorithms.test_chunked_orders import BF16, COLUMNS, EXCHANGE, FP32, ROWS, Run, cut_in
 from tests.helpers.problems import Problem, integers

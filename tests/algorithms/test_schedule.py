@@ -220,7 +220,7 @@ def test_waits_in_opposite_orders_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     def program(recorder: Any) -> None:
         streams = [torch.cuda.Stream() for _ in recorder.groups]
         for stream, group in zip(streams, recorder.groups.values(), strict=True):
-            launch_order._last.clear()
+            launch_order._orders.clear()
             with torch.cuda.stream(stream):
                 call(LARGE[0], recorder, group, torch.bfloat16, backward=False)
 

@@ -36,7 +36,7 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.ops import dispatch
 from fusedcomm.plan import launches
 from fusedcomm.plan.schedule import Described
-from fusedcomm.run import python_executor
+from fusedcomm.run import launching, python_executor
 from fusedcomm.runtime import stream_writes
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
@@ -407,8 +407,7 @@ def _launches() -> dict[str, Callable[[], None]]:
     (push,) = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, GROUP_SIZE).rounds(1 << 62)
     gathered = made(4 * 512, 1024)
     (gather,) = shapes.all_gather_matmul(x.shape, [w.shape], 0, GROUP_SIZE).rounds(1 << 62)
-    return {
-        "empty": lambda: empty_kernel[(1,)](),
+    starts: dict[str, Callable[[], None]] = {
         "push": lambda: launch_now.push(x, w, bias, push, workspace, 1),
         "unpack": lambda: launch_now.unpack(out, push, workspace, 1),
         "pack": lambda: launch_now.pack(x, gather, workspace, 1, own=False),
@@ -416,6 +415,16 @@ def _launches() -> dict[str, Callable[[], None]]:
         "signal": lambda: launch_now.signal(workspace, None, 1),
         "wait": lambda: launch_now.wait_source(0, workspace, 1),
     }
+    return {"empty": lambda: empty_kernel[(1,)](), **{name: _alone(start) for name, start in starts.items()}}
+
+
+def _alone(start: Callable[[], None]) -> Callable[[], None]:
+    """The launch of a call of one step, without the executor around it."""
+    found: list[Any] = []
+    with mock.patch.object(python_executor, "launch", lambda *args: found.append(args)):
+        start()
+    (args,) = found
+    return partial(launching.launch, *args)
 
 
 SUITES: dict[str, Callable[[LaunchPath], Iterator[dict[str, Any]]]] = {

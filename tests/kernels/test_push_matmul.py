@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
 
-from fusedcomm.algorithms import chunked, fused
+from fusedcomm.algorithms.planned import chunked, fused
 from fusedcomm.geometry import shapes
 from fusedcomm.kernels.triton import primitives, rounds
 from fusedcomm.plan import launches, tiles

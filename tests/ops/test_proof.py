@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedcomm
-from fusedcomm.algorithms import chunked, planner
+from fusedcomm.algorithms import planner
+from fusedcomm.algorithms.planned import chunked
 from fusedcomm.algorithms.planner import Plan
 from fusedcomm.ops import proof, table
 from fusedcomm.ops.whole_group import PROGRAMS

@@ -5,7 +5,7 @@ completes a chunk, by the counter, signals it. A kernel that receives waits for 
 program that arrives counts the epoch. The pack of a gather runs beside its matmul. Where rows are gathered, the matmul
 leaves its own chunk out, and waits for the own signal last.
 
-This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/algorithms/fused.py (tests/protocol/mirrored.py).
+This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/plan/fused.py (tests/protocol/mirrored.py).
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class Gpus(TorchDispatchMode):
                 enter(mock.patch.object(launcher, "run", self._launcher(launcher.run)))
             enter(mock.patch.object(stream_writes, "available", lambda device: self.writes_words))
             enter(mock.patch.object(stream_writes, "write", self._write))
-            enter(mock.patch.dict(launch_order._last, clear=True))
+            enter(mock.patch.dict(launch_order._orders, clear=True))
+            enter(mock.patch.object(launch_order, "native", None))  # which takes torch's own streams alone
             enter(mock.patch.object(torch, "empty", _on_cpu(torch.empty)))
             enter(self)
             yield

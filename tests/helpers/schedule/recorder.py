@@ -87,7 +87,8 @@ class Recorder(TorchDispatchMode):
             enter(mock.patch.object(reference, "_is_gloo", lambda group_name: False))
             groups = {name: PretendedGroup(group, self.rank) for name, group in self.groups.items()}
             enter(async_collectives.in_place_of_torchs(self._begin_async, self.streams, groups))
-            enter(mock.patch.dict(launch_order._last, clear=True))
+            enter(mock.patch.dict(launch_order._orders, clear=True))
+            enter(mock.patch.object(launch_order, "native", None))  # which takes torch's own streams alone
             enter(self)
             self._pretends = True
             for i, group in enumerate(self.groups.values()):
