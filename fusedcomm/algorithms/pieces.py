@@ -16,8 +16,8 @@ from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
 from fusedcomm.plan.copies import copy_between
+from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.now import Now
-from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime.group import find
 from fusedcomm.runtime.profiler import lane
 from fusedcomm.runtime.workspace import Call

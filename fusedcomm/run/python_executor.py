@@ -29,9 +29,9 @@ from fusedcomm.plan.schedule import (
     Test,
     Wait,
 )
+from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.launching import launch
 from fusedcomm.run.now import multiply
-from fusedcomm.run.sums import add_in_order
 from fusedcomm.runtime import stream_writes
 from fusedcomm.runtime.captures import is_capturing
 from fusedcomm.runtime.workspace import Workspace

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
-from fusedcomm.run.sums import add_in_order
+from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.symm_mem.meeting import timeout_ms

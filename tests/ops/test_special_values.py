@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fusedcomm
-from fusedcomm.run.sums import add_in_order
+from fusedcomm.run.add_in_order import add_in_order
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import nightly_but
