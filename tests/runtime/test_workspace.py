@@ -142,7 +142,8 @@ def test_kernels_of_all_ranks_on_one_gpu_fit_it_together() -> None:
         ours = workspace.Workspace(0, header, "group")
         ours.num_sms = num_sms
         ours.share_gpu(num_ranks)
-        assert num_ranks * (ours.num_programs("gather") + ours.num_programs("pack")) <= num_sms
+        device = ours.device_facts()
+        assert num_ranks * (device.num_programs("gather") + device.num_programs("pack")) <= num_sms
 
 
 @on_ranks(2)
