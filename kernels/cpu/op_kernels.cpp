@@ -269,7 +269,13 @@ void finish(Tape& tape, const py::list& results) {
 
 // The same memory under a storage of its own, which tells the arguments of a call apart.
 at::Tensor alias(const at::Tensor& t) {
-  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(), [t](void*) {}, t.options());
+  const size_t num_bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize());
+  c10::DataPtr data(t.data_ptr(), new at::Tensor(t), [](void* kept) { delete static_cast<at::Tensor*>(kept); }, t.device());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, std::move(data), /*allocator=*/nullptr, /*resizable=*/false);
+  const auto key = t.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), t.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
+  return made;
 }
 
 void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, Tape& tape, bool has_rounds, int64_t fingerprint,
