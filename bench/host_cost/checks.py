@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -32,6 +32,10 @@ from fusedcomm.bench.host_cost.traces import (
     races,
 )
 from fusedcomm.ops import dispatch
+from fusedcomm.plan.schedule import Place
+from fusedcomm.run import native_plan
+from fusedcomm.run.packing import Packed, pack
+from fusedcomm.runtime import members
 from fusedcomm.runtime.native_part import native
 from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.runtime.workspace import Workspace
@@ -73,7 +77,7 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
                 yield {"case": f"{algorithm} {name}", "counts": counts(trace), "wrong": wrong}
                 yield {
                     "case": f"{algorithm} {name}, native",
-                    "wrong": [*differences(driver, call, inputs, workspace, user)],
+                    "wrong": [*differences(driver, call, inputs, workspace)],
                 }
                 missed = [*missed_defects(driver, call, inputs, workspace, user, trace)]
                 yield {"case": f"{algorithm} {name}, with defects planted", "wrong": missed}
@@ -103,9 +107,7 @@ def violations(trace: Trace, workspace: Workspace, user: torch.cuda.Stream) -> I
     yield from misplaced_copies(trace, segments, streams[1])
 
 
-def differences(
-    driver: Driver, call: Call, inputs: list[Tensor], workspace: Workspace, user: torch.cuda.Stream
-) -> Iterator[str]:
+def differences(driver: Driver, call: Call, inputs: list[Tensor], workspace: Workspace) -> Iterator[str]:
     """Work that the native executor gives to the streams, and Python's does not, or the other way round.
 
     Both run from each parity of the epoch, and find the allocator as the call before has left it.
@@ -114,12 +116,12 @@ def differences(
         return
     runs: dict[tuple[bool, int], list[Any]] = {}
     for by_python in (True, False):
-        native.set_warm_ups(int(by_python))  # the plan stays what it is: Python's count does not change
-        for _ in range(4):  # the first two of a kind run in Python, one as any, one to be kept
-            epoch = workspace.epoch
-            with driver.hears(inputs) as trace:
-                call(*inputs)
-            runs[by_python, epoch % NUM_SLOTS] = [*normal(trace, driver.given, epoch)]
+        with in_python(by_python):
+            for _ in range(4):  # the first two of a kind run in Python, one as any, one to be kept
+                epoch = workspace.epoch
+                with driver.hears(inputs) as trace:
+                    call(*inputs)
+                runs[by_python, epoch % NUM_SLOTS] = [*normal(trace, driver.given, epoch)]
     for parity in {parity for _, parity in runs}:
         ours, python = runs.get((False, parity)), runs.get((True, parity))
         if ours != python:
@@ -138,6 +140,27 @@ def normal(trace: Trace, given: list[tuple[Any, ...]], epoch: int) -> Iterator[A
         yield (each[0], each[1] - (epoch << FINGERPRINT_BITS)) if len(each) == 2 else each
 
 
+@contextmanager
+def in_python(by_python: bool = True) -> Iterator[None]:
+    """Calls run in Python, by the plan that they have: its own count of warm-ups does not change."""
+    if native is not None:
+        native.set_warm_ups(int(by_python))
+    yield
+    if native is not None:
+        native.set_warm_ups(0)
+
+
+def _forget_plans() -> None:
+    for each in members.all_members():
+        each.prepare_anew()
+
+
+def _one_program_more(*args: Any) -> tuple[list[Place], Packed]:
+    places, packed = pack(*args)
+    blocks, *rest = packed.grid
+    return places, packed._replace(grid=(blocks + 1, *rest))
+
+
 def missed_defects(
     driver: Driver, call: Call, inputs: list[Tensor], workspace: Workspace, user: torch.cuda.Stream, trace: Trace
 ) -> Iterator[str]:
@@ -153,8 +176,14 @@ def missed_defects(
         for what in ("copy", "signal"):
             moved = [replace(each, stream=user.cuda_stream) if each.what == what else each for each in trace]
             planted[f"each {what} on the caller's stream"] = moved
-    with mock.patch.object(dispatch, "on_device", lambda device: nullcontext()), suppress(RuntimeError):
+    with mock.patch.object(dispatch, "on_device", lambda device: nullcontext()), suppress(RuntimeError), in_python():
         planted["no device guard"] = trace_of(driver, call, inputs, user)  # or an op of torch refuses it
+    if native is not None:
+        _forget_plans()
+        with mock.patch.object(native_plan, "pack", _one_program_more):
+            if not any(differences(driver, call, inputs, workspace)):
+                yield "a native plan whose kernels have one program more"
+        _forget_plans()
     for name, bad in planted.items():
         if not any(violations(bad, workspace, user)):
             yield name
