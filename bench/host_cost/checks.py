@@ -157,8 +157,8 @@ def _forget_plans() -> None:
 
 def _one_program_more(*args: Any) -> tuple[list[Place], Packed]:
     places, packed = pack(*args)
-    blocks, *rest = packed.grid
-    return places, packed._replace(grid=(blocks + 1, *rest))
+    blocks, threads, shared = packed.grid
+    return places, packed._replace(grid=(blocks + 1, threads, shared))
 
 
 def missed_defects(
@@ -176,8 +176,13 @@ def missed_defects(
         for what in ("copy", "signal"):
             moved = [replace(each, stream=user.cuda_stream) if each.what == what else each for each in trace]
             planted[f"each {what} on the caller's stream"] = moved
-    with mock.patch.object(dispatch, "on_device", lambda device: nullcontext()), suppress(RuntimeError), in_python():
-        planted["no device guard"] = trace_of(driver, call, inputs, user)  # or an op of torch refuses it
+    if any(each.what == "launch" and each.stream == user.cuda_stream for each in trace):  # others set the device
+        with (
+            mock.patch.object(dispatch, "on_device", lambda device: nullcontext()),
+            suppress(RuntimeError),
+            in_python(),
+        ):
+            planted["no device guard"] = trace_of(driver, call, inputs, user)  # or an op of torch refuses it
     if native is not None:
         _forget_plans()
         with mock.patch.object(native_plan, "pack", _one_program_more):
