@@ -1,14 +1,13 @@
 """The gradients of an op as a node of autograd, in Python or in the native part.
 
 Where calls of a group are prepared, the native part (`kernels/cpu/training_calls.cpp`) makes the node, and asks once
-for a kind of call what is saved. The second backward of a kind is recorded, as calls are (`fusedcomm.ops.prepared`);
-from the third on no Python runs. Second derivatives, and backwards inside a mode that looks at ops, run `backward`.
+for a kind of call what is saved. Its backward is in C++ too (`kernels/cpu/gradients.cpp`). `backward` runs for parts of
+several sizes, for second derivatives, and inside a mode that looks at ops.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +21,7 @@ from fusedcomm.geometry.shapes import check_tensors
 from fusedcomm.ops.call_arguments import PerTensor
 from fusedcomm.ops.table import OpSpec
 from fusedcomm.runtime.native_part import loaded
-from fusedcomm.runtime.tape import Recorder
 
-log = logging.getLogger("fusedcomm")
 Tensors = Sequence[Tensor | None]
 
 
@@ -104,19 +101,6 @@ class Formula:
         ctx.saved_tensors = tuple(saved)
         found = self.backward(ctx, *grads)
         return [found[i] for i in ctx.tensors]
-
-    def record(
-        self, kind: Any, key: list[int], context: Context, saved: Tensors, grads: Tensors
-    ) -> list[Tensor | None]:
-        """`run`, and its tape goes to ``kind`` under ``key``."""
-        saved, grads = pytree.tree_map_only(Tensor, loaded().alias, (saved, grads))
-        with Recorder([t for t in (*saved, *grads) if t is not None]) as recorder:
-            found = self.run(context, saved, grads)
-        recorder.finish([found])
-        if not recorder.is_usable:
-            log.debug("a backward is not prepared: %s", "; ".join(recorder.reasons))
-        kind.add(key, recorder.tape if recorder.is_usable else None)
-        return found
 
     @cached_property
     def _num_options(self) -> int:

@@ -70,7 +70,7 @@ class Seen:
             return
         outputs = [_output(each, ran.returned) for each in (result if isinstance(result, tuple) else (result,))]
         rescue = Rescue(self.call.op, fingerprint, workspace)
-        calls.add_plan(key, plan, outputs, fingerprint, self.kind, workspace, rescue)
+        calls.add(key, plan, outputs, fingerprint, self.kind, workspace, rescue)
         if (ours := known_member(self.kind.group_name, self.kind.device)) is not None:
             ours.count_plan(len(ran.schedule.steps) * STEP_BYTES)
 

@@ -22,7 +22,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
-from fusedcomm.runtime import flight_recorder, on_thread, segment, signals, tape
+from fusedcomm.runtime import flight_recorder, on_thread, segment, signals
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.runtime.departures import Departures
@@ -148,8 +148,6 @@ class Member:
         """Raise what has failed in an earlier call; to be called before each call."""
         for each in self.retired:
             each.check(op)
-        if self.retired and (recorder := tape.recorder()) is not None:
-            recorder.give_up("each call looks whether a replay has failed")
         if self.error is not None:
             raise self.error.again()
         if self.workspace is not None:
@@ -259,14 +257,14 @@ class Member:
         self.results = None
 
     def prepare_calls(self) -> None:
-        """From now on keep tapes of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
+        """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
         if native is None or self.topology.check:
             return
         if (segment.NUM_SLOTS, segment.POST_BYTES) == (native.NUM_SLOTS, native.POST_BYTES):
             self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
 
     def prepare_anew(self) -> None:
-        """Drop the tapes of earlier calls, which stand for another workspace or another plan, or take too much."""
+        """Drop the plans of earlier calls, which are for another workspace or other decisions, or take too much."""
         if self.prepared is None:
             return
         self.plan_bytes = 0
@@ -274,7 +272,7 @@ class Member:
             if self.workspace is None:
                 self.prepared.clear(self.resets)
             else:
-                self.prepared.begin(self.resets, *self.workspace.for_tapes())
+                self.prepared.begin(self.resets, *self.workspace.for_plans())
 
     def count_plan(self, num_bytes: int) -> None:
         """Count a new plan. Where all are too large together, all go, and later calls are planned anew."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from fusedcomm.runtime import tape
-
 LANES = ("matmul", "push", "wait", "copy")
 PREFIX = "fusedcomm."
 _NOT_PROFILED: AbstractContextManager[Any] = nullcontext()
@@ -22,9 +20,6 @@ _NOT_PROFILED: AbstractContextManager[Any] = nullcontext()
 
 def lane(name: str, peer: int | None = None) -> AbstractContextManager[Any]:
     """A range of lane ``name``, for ``peer``."""
-    recorder = tape.recorder()
-    if recorder is None and not profiler._is_profiler_enabled:
+    if not profiler._is_profiler_enabled:
         return _NOT_PROFILED
-    text = f"{PREFIX}{name}" if peer is None else f"{PREFIX}{name} rank {peer}"
-    profiled = profiler.record_function(text) if profiler._is_profiler_enabled else _NOT_PROFILED
-    return profiled if recorder is None else recorder.lane(text, profiled)
+    return profiler.record_function(f"{PREFIX}{name}" if peer is None else f"{PREFIX}{name} rank {peer}")

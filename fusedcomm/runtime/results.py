@@ -29,7 +29,7 @@ class Results:
         self.guarded = guarded
         self._owner = owner
 
-    def for_tapes(self) -> tuple[Any, list[Tensor], int]:
+    def for_plans(self) -> tuple[Any, list[Tensor], int]:
         """What prepared calls must know of it; they count what is warm too."""
         return self.heap, self.buffers, self.warm_until.buffer_info()[0]
 

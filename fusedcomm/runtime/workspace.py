@@ -25,7 +25,7 @@ from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
 from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.builder import Device, Memory
-from fusedcomm.runtime import canaries, stream_writes, tape, topology
+from fusedcomm.runtime import canaries, stream_writes, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
 from fusedcomm.runtime.captures import is_capturing, is_for_capture
 from fusedcomm.runtime.departures import KILLED, Departures
@@ -142,11 +142,11 @@ class Workspace:
         if guard_bytes:
             canaries.paint(segment, layout)
 
-    def for_tapes(self) -> tuple[Any, ...]:
+    def for_plans(self) -> tuple[Any, ...]:
         """What prepared calls must know of it; they count its rounds too."""
         layout, results = self.layout, self.results
         offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
-        heap = (None, [], 0) if results is None else results.for_tapes()
+        heap = (None, [], 0) if results is None else results.for_plans()
         counted, record = self.counters.buffer_info()[0], self.record.words.data_ptr()
         return self.rank, self.buffers, offsets, self.slot_bytes, counted, record, *heap
 
@@ -264,8 +264,7 @@ class Workspace:
         if os.getpid() != self.pid:
             raise RuntimeError(f"{op}: this process was forked from rank {self.rank} and is no rank of the group")
         self.ops[fingerprint] = op
-        with tape.paused():
-            self.check_peers(op, fingerprint, self.epoch + 1)
+        self.check_peers(op, fingerprint, self.epoch + 1)
 
     def check_peers(self, op: str, fingerprint: int, epoch: int) -> None:
         """Raise what peers found by round ``epoch``. A peer that failed in a later round has completed this one."""
@@ -367,18 +366,12 @@ class Workspace:
     @contextmanager
     def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
         """One round, which takes its epoch when the block is left without an exception."""
-        recorder = tape.recorder()
-        if recorder is not None:
-            recorder.begin_round(self.layout.slot(self.epoch + 1, self.slot_bytes))
         yield Round(self, self.epoch + 1, spans, dtype, call.op, call.fingerprint)
         self.epoch += 1
         if self.device.type == "cpu":
-            with tape.paused():
-                self._epoch_word().fill_(self.epoch)
-                self.check_peers(call.op, call.fingerprint, self.epoch)
+            self._epoch_word().fill_(self.epoch)
+            self.check_peers(call.op, call.fingerprint, self.epoch)
             self.posted_result = None
-        if recorder is not None:
-            recorder.end_round()
 
     def launched(self, captured: bool) -> None:
         """Count a round whose kernels are launched, or captured into a graph. Kernels count the epoch when they run."""
@@ -418,8 +411,6 @@ class Workspace:
     def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
         """Set the flag (release): whoever acquires it sees what this rank wrote before."""
         loaded().signal(*self.flag(dst_rank, epoch, fingerprint))
-        if (recorder := tape.recorder()) is not None:
-            recorder.signal(dst_rank)
 
     def flag(self, dst_rank: int, epoch: int, fingerprint: int) -> tuple[int, int]:
         """The address of this rank's flag at dst_rank, and what it is set to in a round."""
@@ -443,8 +434,6 @@ class Workspace:
         self.waiting = None
         if flag != epoch << FINGERPRINT_BITS | fingerprint:
             self.fail(op, epoch, fingerprint)
-        if (recorder := tape.recorder()) is not None:
-            recorder.wait(src_rank)
 
     def _missing(self, epoch: int) -> list[int]:
         """The ranks that have not signalled this rank in round ``epoch``."""
@@ -523,8 +512,6 @@ class Round:
 
     def post(self, result: Tensor) -> bool:
         """Tell every peer where this round's result is, if they can write it there."""
-        if (recorder := tape.recorder()) is not None:
-            recorder.post(result)
         workspace = self.workspace
         place = None if workspace.results is None else workspace.results.place(result)
         if place is None:

@@ -21,24 +21,24 @@ struct HashKey {
   }
 };
 
-// What calls have been recorded as. Its owner has a lock for it.
-template <typename Recorded>
+// Calls by key. Its owner has a lock for it.
+template <typename Call>
 class KeyTable {
  public:
-  using Entries = std::unordered_map<Key, std::shared_ptr<Recorded>, HashKey>;
+  using Entries = std::unordered_map<Key, std::shared_ptr<Call>, HashKey>;
 
-  // What is recorded under the key; else null, and whether the key has been asked for before, so that it is worth it.
-  std::pair<std::shared_ptr<Recorded>, bool> find(const Key& key) {
+  // What is kept under the key; else null, and whether the key has been asked for before, so that it is worth it.
+  std::pair<std::shared_ptr<Call>, bool> find(const Key& key) {
     const auto found = entries_.find(key);
-    if (found != entries_.end()) return {found->second, false};  // null: no tape can stand for it
+    if (found != entries_.end()) return {found->second, false};  // null: it has no plan
     if (met_.size() >= kMost) met_.clear();
     return {nullptr, !met_.insert(key).second};
   }
 
-  // What goes for it is in `recorded` and `dropped` then, to be destroyed without the lock: Python objects take the GIL.
-  void add(Key key, std::shared_ptr<Recorded>& recorded, Entries& dropped) {
+  // What goes for it is in `call` and `dropped` then, to be destroyed without the lock: Python objects take the GIL.
+  void add(Key key, std::shared_ptr<Call>& call, Entries& dropped) {
     if (entries_.size() >= kMost) std::swap(entries_, dropped);
-    std::swap(entries_[std::move(key)], recorded);
+    std::swap(entries_[std::move(key)], call);
   }
 
   void clear(Entries& dropped) {

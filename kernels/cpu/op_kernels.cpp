@@ -1,14 +1,15 @@
 // The kernels of fusedcomm's ops on CPU tensors, and below autograd's: a call that has been prepared runs here, and all
-// others run in Python. And what Python makes tapes with.
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/pybind.h>
-
+// others run in Python.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/core/DispatchKeySet.h>
 
-#include <map>
+#include <functional>
 
 #include "plan_bindings.h"
 #include "prepared_calls.h"
+#include "python_values.h"
 #include "training_calls.h"
 
 namespace fusedcomm {
@@ -171,102 +172,6 @@ c10::OperatorHandle find_op(const std::string& name, const std::string& overload
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
 }
 
-bool holds_operands(py::handle value) {
-  if (!py::isinstance<py::list>(value) && !py::isinstance<py::tuple>(value)) return false;
-  for (const auto& each : value) {
-    if (py::isinstance<Operand>(each)) return true;
-  }
-  return false;
-}
-
-Operands to_operands(py::handle values) {
-  Operands operands;
-  for (const auto& each : values) {
-    operands.push_back(each.is_none() ? std::nullopt : std::optional<Operand>(each.cast<Operand>()));
-  }
-  return operands;
-}
-
-Instruction::Argument to_argument(py::handle value, const c10::TypePtr& type) {
-  torch::jit::ToIValueAllowNumbersAsTensors guard(true);
-  if (py::isinstance<Operand>(value)) return value.cast<Operand>();
-  if (holds_operands(value)) return to_operands(value);
-  return torch::jit::toIValue(value, type);
-}
-
-void append_op(Tape& tape, const std::string& name, const std::string& overload, const py::tuple& args,
-               const py::dict& kwargs, std::vector<int64_t> made) {
-  Instruction instruction{Instruction::kOp};
-  instruction.op = find_op(name, overload);
-  instruction.made = std::move(made);
-  const auto& arguments = instruction.op->schema().arguments();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const auto& argument = arguments[i];
-    if (i < args.size()) {
-      instruction.arguments.push_back(to_argument(args[i], argument.type()));
-    } else if (kwargs.contains(argument.name())) {
-      instruction.arguments.push_back(to_argument(kwargs[argument.name().c_str()], argument.type()));
-    } else {
-      TORCH_CHECK(argument.default_value().has_value(), name, ": no value for ", argument.name());
-      instruction.arguments.emplace_back(*argument.default_value());
-    }
-  }
-  tape.append(std::move(instruction));
-}
-
-void append_rank(Tape& tape, Instruction::Kind kind, int64_t rank) {
-  Instruction instruction{kind};
-  instruction.rank = rank;
-  tape.append(std::move(instruction));
-}
-
-void append_result(Tape& tape, int64_t made, std::vector<int64_t> sizes, at::ScalarType dtype, bool posted) {
-  Instruction instruction{Instruction::kResult};
-  instruction.sizes = std::move(sizes);
-  instruction.dtype = dtype;
-  instruction.posted = posted;
-  instruction.made = {made};
-  tape.append(std::move(instruction));
-}
-
-void append_post(Tape& tape, const Operand& result) {
-  Instruction instruction{Instruction::kPost};
-  instruction.arguments.emplace_back(result);
-  tape.append(std::move(instruction));
-}
-
-void append_chunks(Tape& tape, std::vector<int64_t> ranks) {
-  Instruction instruction{Instruction::kChunks};
-  instruction.ranks = std::move(ranks);
-  const size_t num_bodies = instruction.ranks.size();
-  tape.append_with_bodies(std::move(instruction), num_bodies);
-}
-
-void append_either(Tape& tape, const std::string& kind, int64_t rank, int64_t num_bytes) {
-  Instruction instruction{kind == "placed" ? Instruction::kPlaced : Instruction::kArrived};
-  instruction.rank = rank;
-  instruction.num_bytes = num_bytes;
-  tape.append_with_bodies(std::move(instruction), 2);
-}
-
-void append_lane(Tape& tape, std::optional<std::string> name) {
-  Instruction instruction{name ? Instruction::kEnterLane : Instruction::kLeaveLane};
-  instruction.lane = name.value_or("");
-  tape.append(std::move(instruction));
-}
-
-void finish(Tape& tape, const py::list& results) {
-  std::vector<std::variant<Operand, Operands>> found;
-  for (const auto& each : results) {
-    if (py::isinstance<Operand>(each)) {
-      found.emplace_back(each.cast<Operand>());
-    } else {
-      found.emplace_back(to_operands(each));
-    }
-  }
-  tape.finish(std::move(found));
-}
-
 // The same memory under a storage of its own, which tells the arguments of a call apart.
 at::Tensor alias(const at::Tensor& t) {
   const size_t num_bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize());
@@ -278,27 +183,13 @@ at::Tensor alias(const at::Tensor& t) {
   return made;
 }
 
-void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, Tape& tape, bool has_rounds, int64_t fingerprint,
-              py::object record, py::object workspace, py::object rescue) {
-  auto call = std::make_shared<PreparedCall>();
-  call->tape = std::move(tape);
-  call->generation = key.front();
-  call->has_rounds = has_rounds;
-  call->fingerprint = fingerprint;
-  call->record = std::make_shared<PythonObject>(std::move(record));
-  if (has_rounds) call->workspace = std::make_shared<PythonObject>(std::move(workspace));
-  call->rescue = std::make_unique<PythonObject>(std::move(rescue));
-  calls.add(Key(key.begin(), key.end()), std::move(call));
-}
-
-void add_planned_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared_ptr<Plan> plan,
-                      std::vector<Output> outputs, int64_t fingerprint, py::object record, py::object workspace,
-                      py::object rescue) {
+void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared_ptr<Plan> plan,
+              std::vector<Output> outputs, int64_t fingerprint, py::object record, py::object workspace,
+              py::object rescue) {
   auto call = std::make_shared<PreparedCall>();
   call->plan = std::move(plan);
   call->outputs = std::move(outputs);
   call->generation = key.front();
-  call->has_rounds = true;
   call->fingerprint = fingerprint;
   call->record = std::make_shared<PythonObject>(std::move(record));
   call->workspace = std::make_shared<PythonObject>(std::move(workspace));
@@ -306,7 +197,7 @@ void add_planned_call(PreparedCalls& calls, const std::vector<int64_t>& key, std
   calls.add(Key(key.begin(), key.end()), std::move(call));
 }
 
-// What `fusedcomm.runtime.workspace.Workspace.for_tapes` gives.
+// What `fusedcomm.runtime.workspace.Workspace.for_plans` gives.
 void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::vector<at::Tensor>& segments,
                  const std::array<int64_t, 6>& offsets, int64_t slot_bytes, uintptr_t epoch, uintptr_t error_record,
                  std::shared_ptr<ResultsHeap> results, const std::vector<at::Tensor>& heaps, uintptr_t warm_until) {
@@ -347,41 +238,12 @@ void bind_op_kernels(py::module_& m) {
       .def("__enter__", [](CallLock& lock) { lock.lock(); })
       .def("__exit__", [](CallLock& lock, const py::args&) { lock.unlock(); });
 
-  py::class_<Operand>(m, "Operand", "A tensor, by where it lies.")
-      .def(py::init([](int base, int64_t index, int64_t byte_offset, std::vector<int64_t> sizes,
-                       std::vector<int64_t> strides, at::ScalarType dtype) {
-        return Operand{static_cast<Operand::Base>(base), index, byte_offset, std::move(sizes), std::move(strides),
-                       dtype, {}};
-      }));
-  m.attr("ARGUMENT") = static_cast<int>(Operand::kArgument);
-  m.attr("REGISTER") = static_cast<int>(Operand::kRegister);
-  m.attr("SLOT") = static_cast<int>(Operand::kSlot);
-  m.attr("PEER_RESULT") = static_cast<int>(Operand::kPeerResult);
   m.attr("NUM_SLOTS") = kNumSlots;
   m.attr("POST_BYTES") = kPostBytes;
 
   bind_plans(m);
 
-  py::class_<Tape>(m, "Tape", "What a call did.")
-      .def(py::init<>())
-      .def("new_register", &Tape::new_register)
-      .def("op", &append_op)
-      .def("result", &append_result)
-      .def("post", &append_post)
-      .def("begin_body", &Tape::begin_body)
-      .def("end_body", &Tape::end_body)
-      .def("chunks", &append_chunks)
-      .def("either", &append_either)
-      .def("signal", [](Tape& tape, int64_t rank) { append_rank(tape, Instruction::kSignal, rank); })
-      .def("wait", [](Tape& tape, int64_t rank) { append_rank(tape, Instruction::kWait, rank); })
-      .def("end_round", [](Tape& tape) { append_rank(tape, Instruction::kEndRound, 0); })
-      .def("enter_lane", [](Tape& tape, const std::string& name) { append_lane(tape, name); })
-      .def("leave_lane", [](Tape& tape) { append_lane(tape, std::nullopt); })
-      .def("finish", &finish)
-      .def("__len__", &Tape::num_instructions);
-  bind_training_calls(m);
-
-  py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have tapes.")
+  py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have plans.")
       .def(py::init([](const std::string& group_name, c10::Device device, std::shared_ptr<CallLock> lock,
                        const py::buffer& counters) {
         auto calls = std::make_shared<PreparedCalls>(group_name, device, std::move(lock), counters);
@@ -393,7 +255,6 @@ void bind_op_kernels(py::module_& m) {
            [](PreparedCalls& calls, int64_t resets) { calls.clear(nullptr, resets); })
       .def("begin", &begin_calls)
       .def("add", &add_call)
-      .def("add_plan", &add_planned_call)
       .def("refuse", [](PreparedCalls& calls, const std::vector<int64_t>& key) {
         calls.add(Key(key.begin(), key.end()), nullptr);
       })

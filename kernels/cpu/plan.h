@@ -1,10 +1,7 @@
 // A schedule (fusedcomm/plan/schedule.py) bound to a device: steps that run without Python.
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/record_function.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/InferenceMode.h>
+#include <ATen/core/Tensor.h>
 
 #include <array>
 #include <memory>

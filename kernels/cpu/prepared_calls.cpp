@@ -1,5 +1,6 @@
 #include "prepared_calls.h"
 
+#include <ATen/ops/empty.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -28,22 +29,21 @@ Known& known() {
   return *all;
 }
 
-std::vector<c10::IValue> run_plan(PreparedCall& call, const std::vector<at::Tensor>& inputs, Rounds& rounds) {
-  const std::vector<at::Tensor> made = call.plan->run(inputs, rounds);
+std::vector<c10::IValue> outputs_of(const PreparedCall& call, const std::vector<at::Tensor>& made, at::TensorOptions options) {
   const auto one = [&](int64_t index) {
-    return index == kEmpty ? at::empty({0}, inputs.front().options()) : made[static_cast<size_t>(index)];
+    return index == kEmpty ? at::empty({0}, options) : made[static_cast<size_t>(index)];
   };
-  std::vector<c10::IValue> results;
+  std::vector<c10::IValue> outputs;
   for (const Output& each : call.outputs) {
     if (const auto* index = std::get_if<int64_t>(&each)) {
-      results.emplace_back(one(*index));
+      outputs.emplace_back(one(*index));
     } else {
       c10::List<at::Tensor> list;
       for (const int64_t index : std::get<std::vector<int64_t>>(each)) list.push_back(one(index));
-      results.emplace_back(std::move(list));
+      outputs.emplace_back(std::move(list));
     }
   }
-  return results;
+  return outputs;
 }
 
 }  // namespace
@@ -69,9 +69,9 @@ bool PreparedCalls::withdraw() {
 
 std::shared_ptr<PreparedCalls> PreparedCalls::of(const std::string& group_name, c10::Device device) {
   if (forked) return nullptr;
-  c10d::ProcessGroup* group = nullptr;
+  void* group = nullptr;
   try {
-    group = c10d::resolve_process_group(group_name).get();
+    group = address_of_group(group_name);
   } catch (const std::exception&) {  // Python says what is wrong with the name
     return nullptr;
   }
@@ -102,36 +102,29 @@ void PreparedCalls::add(Key key, std::shared_ptr<PreparedCall> call) {
 }
 
 bool PreparedCalls::run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results) {
-  std::unique_lock<CallLock> guard(*lock_, std::defer_lock);
-  guard.lock();
-  const std::shared_ptr<const CallContext> context = call.has_rounds ? context_ : nullptr;
-  if (call.generation != generation_ || (call.has_rounds && (!context || context->is_broken()))) return false;
-  const auto num_rounds = [&] { return context ? *context->epoch : 0; };
-  const int64_t before = num_rounds();
+  const std::lock_guard<CallLock> guard(*lock_);
+  const std::shared_ptr<const CallContext> context = context_;
+  if (call.generation != generation_ || !context || context->is_broken()) return false;
+  const int64_t before = *context->epoch;
   const int64_t sequence = call_ring().begin(
       {call.record, call.workspace, 0, ++*num_calls_, resets_, before, before, monotonic(), 0, "", {}});
-  if (!context) guard.unlock();  // a backend's waits may be long
   try {
-    if (context) {
-      run_rounds(call, *context, tensors, results);
-    } else {
-      results = call.tape.run(tensors, nullptr);
-    }
+    results = run_plan(call, *context, tensors);
   } catch (const std::exception&) {
     with_gil([&, error = std::current_exception()] {
       const auto& rescue = call.rescue->get();
       const auto told = rescue.attr("tell")(as_python(error)).cast<std::pair<std::string, std::vector<int64_t>>>();
-      call_ring().end(sequence, num_rounds(), told.first, told.second);
+      call_ring().end(sequence, *context->epoch, told.first, told.second);
       rescue.attr("dump")(told.first);
     });
     throw;
   }
-  call_ring().end(sequence, num_rounds());
+  call_ring().end(sequence, *context->epoch);
   return true;
 }
 
-void PreparedCalls::run_rounds(PreparedCall& call, const CallContext& context, const std::vector<at::Tensor>& tensors,
-                               std::vector<c10::IValue>& results) const {
+std::vector<c10::IValue> PreparedCalls::run_plan(PreparedCall& call, const CallContext& context,
+                                                 const std::vector<at::Tensor>& tensors) const {
   const auto& rescue = *call.rescue;
   const int64_t number = *num_calls_;
   Rounds rounds(
@@ -141,7 +134,7 @@ void PreparedCalls::run_rounds(PreparedCall& call, const CallContext& context, c
       },
       [&](int64_t epoch) { with_gil([&] { rescue.get().attr("check")(epoch); }); });
   try {
-    results = call.plan ? run_plan(call, tensors, rounds) : call.tape.run(tensors, &rounds);
+    return outputs_of(call, call.plan->run(tensors, rounds), tensors.front().options());
   } catch (const std::exception&) {
     // A wait that fails has told the peers what they must know. Ctrl-C may come before it begins.
     if (!context.is_broken()) with_gil([&] { rescue.get().attr("abandon")(as_python(std::current_exception())); });

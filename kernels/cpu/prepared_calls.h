@@ -1,36 +1,39 @@
-// Calls of a group on a CPU that have been made before, each with the tape of what it did.
+// Calls of a group on a CPU that have been made before, each with its plan.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <ATen/core/ivalue.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "call_lock.h"
 #include "call_ring.h"
 #include "key_table.h"
 #include "plan.h"
+#include "python_objects.h"
 #include "rounds.h"
-#include "tape.h"
 
 namespace fusedcomm {
 
 constexpr uintptr_t kKernelAlignment = 16;  // bytes: Triton compiles a kernel for it
 
-// Adds an argument of an op to its key, and its tensors to `tensors`. False for what no tape can stand for. Each begins
-// with its kind, so that none is read as another: None is no integer, and 1 is not True.
+inline bool is_plain(const at::Tensor& t) {
+  return (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg() &&
+         !t._is_zerotensor() && !t.is_quantized() && !t.key_set().has(c10::DispatchKey::Python) && t.has_storage();
+}
+
+// Adds an argument of an op to its key, and its tensors to `tensors`. False for what no plan takes. Each begins with its
+// kind, so that none is read as another: None is no integer, and 1 is not True.
 inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tensor>& tensors) {
   enum Kind : int64_t { kTensor, kNone, kInt, kBool, kString, kList };
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
-    if (!t.defined()) return false;
-    const bool plain = (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && !t.is_conj() && !t.is_neg() &&
-                       !t._is_zerotensor() && !t.is_quantized() && !t.key_set().has(c10::DispatchKey::Python) && t.has_storage();
-    if (!plain) return false;
+    if (!t.defined() || !is_plain(t)) return false;
     key.push_back(kTensor);
     key.push_back(static_cast<int64_t>(t.scalar_type()));
     key.push_back(t.dim());
@@ -74,16 +77,16 @@ inline c10::Device device_of(c10::ArrayRef<c10::IValue> arguments) {
 using Output = std::variant<int64_t, std::vector<int64_t>>;
 constexpr int64_t kEmpty = -1;
 
+void* address_of_group(const std::string& name);  // symmetric_memory.cpp; throws where there is none
+
 struct PreparedCall {
-  Tape tape;
-  std::shared_ptr<Plan> plan;  // null: the tape runs
+  std::shared_ptr<Plan> plan;
   std::vector<Output> outputs;
   int64_t generation;
-  bool has_rounds;  // whether it signals and waits, on its group's workspace
   int64_t fingerprint;
   std::shared_ptr<PythonObject> record;
-  std::shared_ptr<PythonObject> workspace;  // null if it has no rounds
-  std::unique_ptr<PythonObject> rescue;     // fusedcomm.ops.prepared.Rescue: what is done if something goes wrong
+  std::shared_ptr<PythonObject> workspace;
+  std::unique_ptr<PythonObject> rescue;  // fusedcomm.ops.prepared.Rescue: what is done if something goes wrong
 };
 
 // The workspace of a group's calls. Each call keeps the one that it has begun with: in the middle of it, a signal's
@@ -108,20 +111,20 @@ class PreparedCalls {
   // `counters`: num_calls of the group's Member, which counts its other calls there.
   PreparedCalls(const std::string& group_name, c10::Device device, std::shared_ptr<CallLock> lock,
                 const pybind11::buffer& counters)
-      : group_(c10d::resolve_process_group(group_name).get()), device_(device), lock_(std::move(lock)), counters_(counters),
+      : group_(address_of_group(group_name)), device_(device), lock_(std::move(lock)), counters_(counters),
         num_calls_(static_cast<int64_t*>(counters.request().ptr)) {}
 
-  // Changes whenever earlier tapes stand for nothing any more, also for those that a thread has found or records.
+  // Changes whenever earlier plans stand for nothing any more, also for those that a thread has found or makes.
   int64_t generation() const { return generation_; }
 
   // Begins anew, on another workspace or none. With the lock.
   void clear(std::shared_ptr<const CallContext> context, int64_t resets);
 
-  // The call's tape; else null, and whether such a call has been made before, so that it is worth one.
+  // The call, if it is prepared; else null, and whether such a call has been made before, so that it is worth it.
   std::pair<std::shared_ptr<PreparedCall>, bool> find(const Key& key);
   void add(Key key, std::shared_ptr<PreparedCall> call);
 
-  // Runs the call and returns true, or false if its tape is old, or the workspace broken, and nothing was done.
+  // Runs the call and returns true, or false if its plan is old, or the workspace broken, and nothing was done.
   bool run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results);
 
   void* group() const { return group_; }
@@ -137,10 +140,10 @@ class PreparedCalls {
   bool withdraw();
 
  private:
-  void run_rounds(PreparedCall& call, const CallContext& context, const std::vector<at::Tensor>& tensors,
-                  std::vector<c10::IValue>& results) const;
+  std::vector<c10::IValue> run_plan(PreparedCall& call, const CallContext& context,
+                                    const std::vector<at::Tensor>& tensors) const;
 
-  c10d::ProcessGroup* group_;  // by its address alone, which another one has after it: then these are withdrawn
+  void* group_;  // by its address alone, which another one has after it: then these are withdrawn
   c10::Device device_;
   std::shared_ptr<CallLock> lock_;
   PythonObject counters_;

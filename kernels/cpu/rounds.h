@@ -2,6 +2,8 @@
 // long or fails is left to it.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Storage.h>
 
 #include <cstdint>
@@ -18,7 +20,7 @@
 
 namespace fusedcomm {
 
-// As in fusedcomm.runtime.segment: a workspace with others has no tapes.
+// As in fusedcomm.runtime.segment: a workspace with others has no prepared calls.
 constexpr int64_t kNumSlots = 2;
 constexpr int64_t kPostBytes = 24;
 

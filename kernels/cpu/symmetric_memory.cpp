@@ -371,6 +371,8 @@ const c10::intrusive_ptr<Allocator>& allocator() {
 
 }  // namespace
 
+void* address_of_group(const std::string& name) { return c10d::resolve_process_group(name).get(); }
+
 std::shared_ptr<Segment> segment_of(void* address) { return allocator()->segment_of(address); }
 
 // A backend that someone else has registered for CPU stays the one in use; set_backend(kBackend) selects this one.

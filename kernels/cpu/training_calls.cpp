@@ -2,19 +2,17 @@
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/pybind.h>
 
-#include <ATen/autocast_mode.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include <algorithm>
 #include <atomic>
-#include <optional>
-#include <string>
+#include <mutex>
+#include <tuple>
 #include <unordered_map>
-#include <utility>
 
 #include "prepared_calls.h"
+#include "python_values.h"
 
 namespace fusedcomm {
 namespace {
@@ -69,20 +67,8 @@ TrainingKinds& kinds() {
   return *all;
 }
 
-py::list to_python(const std::vector<at::Tensor>& tensors) {
-  py::list list;
-  for (const auto& t : tensors) list.append(t.defined() ? py::cast(t) : py::none());
-  return list;
-}
-
-std::vector<at::Tensor> from_python(const py::sequence& list) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& each : list) tensors.push_back(each.is_none() ? at::Tensor() : each.cast<at::Tensor>());
-  return tensors;
-}
-
-std::vector<at::Tensor> flattened(c10::ArrayRef<c10::IValue> values) {
-  std::vector<at::Tensor> tensors;
+Tensors flattened(c10::ArrayRef<c10::IValue> values) {
+  Tensors tensors;
   for (const auto& value : values) {
     if (value.isTensor()) {
       tensors.push_back(value.toTensor());
@@ -104,14 +90,15 @@ struct TrainingCall {
 };
 
 std::shared_ptr<TrainingKind> describe(const TrainingCall& call, const std::vector<c10::IValue>& arguments,
-                                       const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& results) {
+                                       const Tensors& tensors, const Tensors& results) {
   return with_gil([&] {
     py::list args, needs_grad;
     for (const auto& argument : arguments) args.append(torch::jit::toPyObject(argument));
     for (const auto& t : tensors) needs_grad.append(t.requires_grad());
     const auto kind = call.formula->get().attr("describe")(args, to_python(results), needs_grad);
     auto [context, saved, materializes] = kind.cast<std::tuple<py::object, std::vector<int64_t>, bool>>();
-    return std::make_shared<TrainingKind>(call.formula, std::move(context), std::move(saved), materializes);
+    return std::make_shared<TrainingKind>(call.formula, std::move(context), std::move(saved), materializes,
+                                          Backward::of(call.op.schema(), arguments));
   });
 }
 
@@ -150,43 +137,17 @@ struct TrainingNode : torch::autograd::Function<TrainingNode> {
   }
 };
 
-std::vector<at::Tensor> TrainingKind::backward(const std::vector<at::Tensor>& saved,
-                                               const std::vector<at::Tensor>& grads) {
-  if (at::GradMode::is_enabled() || !no_mode_is_on()) return in_python(saved, grads);
-  Key key{at::autocast::is_autocast_enabled(at::kCPU) ? static_cast<int64_t>(at::autocast::get_autocast_dtype(at::kCPU)) : -1};
-  std::vector<at::Tensor> tensors;
-  for (const auto* each : {&saved, &grads}) {
-    for (const at::Tensor& t : *each) {
-      if (!add_to_key(t.defined() ? c10::IValue(t) : c10::IValue(), key, tensors)) return in_python(saved, grads);
-    }
-  }
-  std::unique_lock<std::mutex> guard(mutex_);
-  const auto [tape, is_known] = tapes_.find(key);
-  guard.unlock();
-  if (tape != nullptr) {
-    const at::AutoDispatchBelowAutograd below;
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);  // its casts are on the tape
-    return tape->run(tensors, nullptr).front().toTensorVector();
-  }
-  if (!is_known) return in_python(saved, grads);
-  return with_gil([&, &key = key] {
-    const std::vector<int64_t> words(key.begin(), key.end());
-    const auto record = formula_->get().attr("record");
-    return from_python(record(shared_from_this(), words, context_.get(), to_python(saved), to_python(grads)));
-  });
+Tensors TrainingKind::backward(const Tensors& saved, const Tensors& grads) const {
+  const auto plain = [](const at::Tensor& t) { return !t.defined() || is_plain(t); };
+  const bool all_plain = std::all_of(saved.begin(), saved.end(), plain) && std::all_of(grads.begin(), grads.end(), plain);
+  if (!backward_ || at::GradMode::is_enabled() || !no_mode_is_on() || !all_plain) return in_python(saved, grads);
+  return (*backward_)(saved, grads);
 }
 
-std::vector<at::Tensor> TrainingKind::in_python(const std::vector<at::Tensor>& saved,
-                                                const std::vector<at::Tensor>& grads) const {
+Tensors TrainingKind::in_python(const Tensors& saved, const Tensors& grads) const {
   return with_gil([&] {
     return from_python(formula_->get().attr("run")(context_.get(), to_python(saved), to_python(grads)));
   });
-}
-
-void TrainingKind::add(Key key, std::shared_ptr<Tape> tape) {
-  KeyTable<Tape>::Entries dropped;
-  std::lock_guard<std::mutex> guard(mutex_);
-  tapes_.add(std::move(key), tape, dropped);
 }
 
 TrainingCalls::TrainingCalls(const c10::OperatorHandle& op, py::object formula)
@@ -211,13 +172,6 @@ bool TrainingCalls::run(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   TrainingCall call{op, keys, stack, key, number, formula_};
   TrainingNode::apply(&call, at::TensorList(tensors));  // the results on the stack are in the graph then
   return true;
-}
-
-void bind_training_calls(py::module_& m) {
-  py::class_<TrainingKind, std::shared_ptr<TrainingKind>>(m, "TrainingKind", "Calls whose backwards may share tapes.")
-      .def("add", [](TrainingKind& kind, const std::vector<int64_t>& key, Tape* tape) {
-        kind.add(Key(key.begin(), key.end()), tape == nullptr ? nullptr : std::make_shared<Tape>(std::move(*tape)));
-      });
 }
 
 }  // namespace fusedcomm

@@ -11,7 +11,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import fresh_group, member_of
-from tests.helpers.in_place import after_peers, in_place_from, without_tapes
+from tests.helpers.in_place import after_peers, in_place_from, without_plans
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Ranges, Uneven
 
@@ -63,14 +63,14 @@ def test_what_several_ranks_get_is_multiplied_once(rank: int, name: str) -> None
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("scatter", [PAIRS, OTHERS], ids=["pairs", "others"])
-def test_shared_chunks_come_in_place_whoever_is_late(rank: int, scatter: Ranges, tapes: bool) -> None:
+def test_shared_chunks_come_in_place_whoever_is_late(rank: int, scatter: Ranges, prepared: bool) -> None:
     """Where a peer is late the own chunk goes first, in prepared calls too, and some chunks come through slots."""
     case, seen = heads(scatter, bias=True), set()
     with pytest.MonkeyPatch.context() as patch:
-        if not tapes:
-            without_tapes(patch)
+        if not prepared:
+            without_plans(patch)
         with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
             for seed in range(16):
                 if seed < 12:

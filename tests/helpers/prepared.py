@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime.tape import Recorder
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import Problem, expected, integers
 
 CALLS = 6
-IN_PYTHON = 2  # the first call of a kind, and the one that is recorded
+IN_PYTHON = 2  # the first call of a kind, and the one whose plan is kept
 
 
 @contextmanager
@@ -42,21 +41,6 @@ def python_calls() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "prepare", counted)
         yield ran
-
-
-@contextmanager
-def recorded() -> Iterator[list[Recorder]]:
-    """The Recorders of calls that are recorded inside."""
-    found: list[Recorder] = []
-    finish = Recorder.finish
-
-    def seen(self: Recorder, results: Any) -> None:
-        finish(self, results)
-        found.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recorder, "finish", seen)
-        yield found
 
 
 def check_prepared(group: Any, problem: Problem, dtype: torch.dtype, calls: int = CALLS) -> None:

@@ -14,9 +14,10 @@ from unittest import mock
 import torch
 
 from fusedcomm.ops import prepared
-from fusedcomm.plan.schedule import Base, Copy, Multiply, Signal, Stream
+from fusedcomm.plan.schedule import Base, Copy, Multiply, Signal, Step, Stream, Wait
+from fusedcomm.run import native_plan
 from fusedcomm.run.python_executor import Execution
-from fusedcomm.runtime import members, segment, tape, workspace
+from fusedcomm.runtime import members, segment, workspace
 from tests.soak import invoke, worker
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues
@@ -102,14 +103,20 @@ def _late_reads(joined: bool) -> Iterator[None]:
 
 
 @contextmanager
-def tapes_without_waits() -> Iterator[None]:
-    """Waits are made, but not recorded."""
-    with mock.patch.object(tape.Recorder, "wait", lambda self, src_rank: None):
+def plans_without_waits() -> Iterator[None]:
+    """Plans are loaded without them."""
+    append = native_plan._append
+
+    def no_wait(plan: Any, step: Step, *args: Any) -> None:
+        if not isinstance(step.work, Wait):
+            append(plan, step, *args)
+
+    with mock.patch.object(native_plan, "_append", no_wait):
         yield
 
 
 @contextmanager
-def tapes_without_long_waits() -> Iterator[None]:
+def plans_without_long_waits() -> Iterator[None]:
     """What prepared calls leave to Python is not done. Rank 1 of each group makes them wait."""
     results = invoke.results
 
@@ -136,15 +143,15 @@ def wrong_element() -> Iterator[None]:
         yield
 
 
-ON_TAPES = (tapes_without_waits, tapes_without_long_waits, wrong_element)  # others are in functions that tapes run past
+ON_PLANS = (plans_without_waits, plans_without_long_waits, wrong_element)  # others are in functions that plans run past
 
 
 def run_without(
     rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
 ) -> SoakOutcome:
-    """Run a program under ``fault``, with many delays, and with tapes if they have it too."""
+    """Run a program under ``fault``, with many delays, and with prepared calls if they have it too."""
     with ExitStack() as patches:
-        if fault not in ON_TAPES:
+        if fault not in ON_PLANS:
             patches.enter_context(mock.patch.object(members.Member, "prepare_calls", lambda self: None))
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
         patches.enter_context(fault())

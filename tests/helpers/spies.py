@@ -104,12 +104,12 @@ def pushed() -> Iterator[Pushed]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(python_executor.Execution, "step", spying)
         patch.setattr(workspace.Workspace, "posted", lambda *args: None)
-        drop_tapes()
+        drop_plans()
         yield seen
-    drop_tapes()
+    drop_plans()
 
 
-def drop_tapes() -> None:
+def drop_plans() -> None:
     """Let the next calls of all groups run in Python."""
     for each in members.all_members():
         each.prepare_anew()

@@ -1,4 +1,4 @@
-"""Training calls with and without tapes: what runs in Python, and that both ways do the same."""
+"""Training calls, prepared and not: what runs in Python, and that both ways do the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedcomm.ops.formula import Formula
-from tests.helpers.in_place import without_tapes
+from tests.helpers.in_place import without_plans
 from tests.helpers.op_problems import as_list
 from tests.helpers.prepared import started_group
 from tests.helpers.problems import GATHERS, Problem, flat, integers, unflat
@@ -25,7 +25,7 @@ NATIVE_NODE = "torch::autograd::CppNode<fusedcomm::TrainingNode>"
 
 @contextmanager
 def formula_runs() -> Iterator[list[Formula]]:
-    """The formulas whose backward runs in Python inside, while it is recorded too."""
+    """The formulas whose backward runs in Python inside."""
     ran: list[Formula] = []
     run = Formula.run
 
@@ -80,11 +80,11 @@ class Step:
 
 
 def same_in_python(algorithm: str, program: Callable[[Any], list[Any]]) -> None:
-    """``program(group)`` gives the same on a group with tapes and on one without: values, strides and other things."""
+    """``program(group)`` is the same on a group whose calls are prepared and on another: values, strides and so on."""
     with started_group(algorithm) as group:
         found = program(group)
     with pytest.MonkeyPatch.context() as patch:
-        without_tapes(patch)
+        without_plans(patch)
         with started_group(algorithm) as group:
             wanted = program(group)
     assert len(found) == len(wanted) > 0

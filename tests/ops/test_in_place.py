@@ -47,11 +47,11 @@ def peers(rank: int, size: int) -> list[int]:
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", nightly_but([2], [2, 3]))
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("problem", nightly_but([TO_ALL, EACH_SOURCE, ALL_REDUCE], IN_PLACE), ids=str)
-def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, tapes: bool) -> None:
+def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem: Problem, prepared: bool) -> None:
     """Each rank is late in turn, and finds the posts of all. What it leaves out then is NaN."""
-    with empty_is_nan(), chunked_group(tapes) as group:
+    with empty_is_nan(), chunked_group(prepared) as group:
         warm_up(group, problem)
         seen = set()
         for seed in range(WARM_UP, WARM_UP + 4 * world_size):
@@ -63,7 +63,7 @@ def test_chunks_of_a_late_rank_come_in_place(rank: int, world_size: int, problem
             del results
         # In the second round of an all_reduce those that were early in the first find the posts.
         assert seen == set(peers(rank, world_size)) or (seen and problem is ALL_REDUCE)
-        assert (member_of(group).prepared is None) == (not tapes)
+        assert (member_of(group).prepared is None) == (not prepared)
 
 
 @on_ranks(2)
@@ -148,9 +148,9 @@ def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> 
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", nightly_but([2], [2, 4]))
-@pytest.mark.parametrize("tapes", [True, False])
-def test_results_that_are_held_are_never_changed(rank: int, world_size: int, tapes: bool) -> None:
-    with empty_is_nan(), chunked_group(tapes) as group:
+@pytest.mark.parametrize("prepared", [True, False])
+def test_results_that_are_held_are_never_changed(rank: int, world_size: int, prepared: bool) -> None:
+    with empty_is_nan(), chunked_group(prepared) as group:
         assert random_calls(group, 150, seed=world_size) > 0
 
 

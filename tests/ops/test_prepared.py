@@ -47,7 +47,7 @@ def test_the_third_call_runs_without_python(rank: int, op: str, algorithm: str) 
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", PREPARED)
 def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
-    """A tape stands for strides too, but for no place in a storage."""
+    """A plan is for strides too, but for no place in a storage."""
     problem = NAMED["bias"]
     x, w, bias = integers(problem, rank, 2)
     both = torch.zeros(x.numel() + w.numel() + 3)
@@ -90,7 +90,7 @@ def check_expanded(group: Any, ran: list[str]) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", PREPARED)
 def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algorithm: str) -> None:
-    """A tape tells x from w also where both are parts of one tensor, or the same one."""
+    """A plan tells x from w also where both are parts of one tensor, or the same one."""
     with started_group(algorithm) as group:
         for i in range(CALLS):
             x = torch.full((4, 4), float(i + rank))
@@ -104,7 +104,7 @@ def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algor
 @pytest.mark.parametrize("algorithm", PREPARED)
 @pytest.mark.parametrize("recorded_under", [False, True], ids=["outside", "inside"])
 def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded_under: bool) -> None:
-    """A tape holds matmuls in x's dtype, which autocast would take for its own; the `.out` overload gets there."""
+    """A plan has matmuls in x's dtype, which autocast would take for its own; the `.out` overload gets there."""
     x = torch.full((4, 2), 1 + 2.0**-12)  # which bfloat16 cannot hold
     w, want = torch.eye(2), torch.full((8, 1), 1 + 2.0**-12)
     with started_group(algorithm) as group:
@@ -119,7 +119,7 @@ def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded
 
 
 @on_ranks(2)
-def test_modes_see_the_op_and_not_its_tape(rank: int) -> None:
+def test_modes_see_the_op_and_not_its_plan(rank: int) -> None:
     with started_group("chunked") as group:
         for seed in range(CALLS):
             with Dispatched() as dispatched:
@@ -141,7 +141,7 @@ def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_tapes_that_take_too_much_are_dropped(rank: int) -> None:
+def test_plans_that_take_too_much_are_dropped(rank: int) -> None:
     x, most = torch.ones(12, 8), 3
     with (
         started_group("chunked") as group,
@@ -156,7 +156,7 @@ def test_tapes_that_take_too_much_are_dropped(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["reset", "close", "growth"])
-def test_what_drops_tapes(rank: int, how: str) -> None:
+def test_what_drops_plans(rank: int, how: str) -> None:
     with started_group("chunked") as group:
         check_prepared(group, HEADS, torch.float32)
         if how == "growth":
@@ -172,7 +172,7 @@ def test_what_drops_tapes(rank: int, how: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["NUM_SLOTS", "POST_BYTES"])
-def test_a_layout_that_tapes_do_not_know_has_none(rank: int, name: str) -> None:
+def test_a_layout_that_plans_do_not_know_has_none(rank: int, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment, name, 2 * getattr(segment, name))
         with started_group("chunked") as group, python_calls() as ran:
@@ -183,7 +183,7 @@ def test_a_layout_that_tapes_do_not_know_has_none(rank: int, name: str) -> None:
 
 @on_ranks(2)
 def test_a_value_of_another_kind_is_another_call(rank: int) -> None:
-    """A tape of None does not serve -1, which is refused, in any argument that may be None."""
+    """A plan of None does not serve -1, which is refused, in any argument that may be None."""
     arguments = torch.ops.fusedcomm.matmul_all_to_all.default._schema.arguments
     optional = [each.name for each in arguments if str(each.type) in ("Optional[int]", "Optional[SymInt]")]
     x, w = torch.ones(4, 5), torch.ones(5, 6)
@@ -229,8 +229,8 @@ def test_settings_that_change_later_reach_no_call(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_tape_that_a_thread_has_found_is_dropped_too(rank: int) -> None:
-    """The thread waits for the lock of calls while its tape goes."""
+def test_a_plan_that_a_thread_has_found_is_dropped_too(rank: int) -> None:
+    """The thread waits for the lock of calls while its plan goes."""
     with started_group("chunked") as group:
         check_prepared(group, HEADS, torch.float32)
         member, outs = member_of(group), []
@@ -246,7 +246,7 @@ def test_a_tape_that_a_thread_has_found_is_dropped_too(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_tape_that_is_recorded_while_others_go_is_dropped(rank: int) -> None:
+def test_a_plan_that_is_made_while_others_go_is_dropped(rank: int) -> None:
     init = prepared.Rescue.__init__
 
     def late(*args: Any) -> None:

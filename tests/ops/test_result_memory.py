@@ -24,10 +24,10 @@ POSTED = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("problem", nightly_but([TO_ALL, SCATTER, LIST], POSTED), ids=str)
-def test_only_results_that_are_posted_take_blocks(rank: int, problem: Problem, tapes: bool) -> None:
-    with chunked_group(tapes) as group:
+def test_only_results_that_are_posted_take_blocks(rank: int, problem: Problem, prepared: bool) -> None:
+    with chunked_group(prepared) as group:
         for seed in range(8):
             results = results_of(group, problem, seed)
             assert_exact(results, wanted(group, problem, seed))

@@ -191,12 +191,12 @@ IN_PLACE = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_chunks_come_in_place(rank: int, name: str, tapes: bool) -> None:
+def test_chunks_come_in_place(rank: int, name: str, prepared: bool) -> None:
     """Ranks have results of different sizes, and write into each other's."""
     case, seen = IN_PLACE[name], 0
-    with chunked_group(tapes) as group:
+    with chunked_group(prepared) as group:
         for seed in range(16):
             after_peers(group, seed % 2)
             x, w, bias = case.inputs(2, seed)[rank]

@@ -14,7 +14,7 @@ import fusedcomm
 from fusedcomm import reference
 from fusedcomm.cost import model
 from tests.helpers.groups import fresh_group
-from tests.helpers.in_place import without_tapes
+from tests.helpers.in_place import without_plans
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
 from tests.ops.test_uneven import CASES, GATHER, REDUCE, check_call, into_attention
@@ -56,7 +56,7 @@ def check_decided(rank: int, names: list[str], num_ranks: int, padded: bool) -> 
     for name in names:
         case = CASES[name][1]
         with pytest.MonkeyPatch.context() as patch, decided(padded) as spy:
-            without_tapes(patch)  # which know what was decided before
+            without_plans(patch)  # which know what was decided before
             with fresh_group() as group, fusedcomm.force_algorithm("unfused", strict=True):
                 check_call(case, rank, num_ranks, 0, group)
         forward, args = spy.calls[0]

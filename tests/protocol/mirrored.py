@@ -7,7 +7,7 @@ from tests.protocol.mirrors import Mirrors
 MIRRORED: Mirrors = {
     "scenario.compile_script, _sends and _receives": {
         "fusedcomm/runtime/segment.py:HeaderLayout": ("flag slot post mark", "1c9c738f24f6"),
-        "fusedcomm/runtime/workspace.py:Workspace": ("rounds begin round launched handshake", "864682fb522c"),
+        "fusedcomm/runtime/workspace.py:Workspace": ("rounds begin round launched handshake", "7292854beea7"),
         "fusedcomm/runtime/workspace.py:Round": ("_chunk", "376bae364b30"),
         "fusedcomm/plan/chunked.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _multiply_from",
@@ -18,15 +18,15 @@ MIRRORED: Mirrors = {
             "2aa28b888008",
         ),
         "fusedcomm/runtime/launch_order.py": ("ordered", "c5d19c3f0e01"),
-        "fusedcomm/algorithms/planner.py": ("_reject_uneven _reject_reason", "571d30bd5eb0"),
+        "fusedcomm/algorithms/planner.py": ("_reject_uneven _reject_reason", "ce2c04d78d78"),
         "kernels/triton/rounds.py": (
             "next_round slot_of end_round report signal_peer source_rank wait_all",
             "a5d99ab61b6c",
         ),
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
         "kernels/cpu/rounds.h": ("slot slot_offset end", "65998c65e20e"),
-        "kernels/cpu/tape.h": ("operator() chunks", "9f23334c9924"),
-        "kernels/cpu/prepared_calls.cpp": ("run_rounds", "555e70af4d72"),
+        "kernels/cpu/plan.cpp": ("in_order operator()", "befac8fe69ba"),
+        "kernels/cpu/prepared_calls.cpp": ("run_plan", "70a36e6bbeac"),
         "fusedcomm/geometry/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
         "fusedcomm/plan/moves.py:Moves": (
             "begin push _push_staged pack unpack _unpack_by_kernel _unpack_parts reduce finish _end_round _signal",
@@ -51,11 +51,11 @@ MIRRORED: Mirrors = {
     "model.ProtocolModel: calls": {
         "fusedcomm/runtime/workspace.py:Workspace": (
             "enter check check_peers signal _must_stop wait breakers",
-            "b43a50717ed3",
+            "bf9d695d808b",
         ),
         "fusedcomm/run/calls.py": ("run", "835774f0df42"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "9960178bc941"),
-        "kernels/cpu/prepared_calls.cpp": ("run", "7b5de4552b31"),
+        "kernels/cpu/prepared_calls.cpp": ("run", "b79db9fd5d84"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
         "kernels/triton/primitives.py": (
             "signal wait poll poll_broken is_broken given_up give_up_earlier",
@@ -73,7 +73,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/runtime/members.py": ("_all_members reset", "6bdd0ab135ed"),
         "fusedcomm/runtime/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "d7efa8cc38c2",
+            "869ce0092f63",
         ),
         "fusedcomm/runtime/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/runtime/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
@@ -87,11 +87,11 @@ MIRRORED: Mirrors = {
         "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
         "fusedcomm/runtime/workspace.py:Round": (
             "post all_have_posted posted mark_in_place is_in_place",
-            "20e57414fa35",
+            "70fc5f9ac229",
         ),
         "fusedcomm/runtime/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
         "fusedcomm/runtime/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
-        "kernels/cpu/tape.h": ("place", "4198202f6bb3"),
+        "kernels/cpu/plan.cpp": ("ask", "0812844d5fb4"),
         "fusedcomm/runtime/workspace.py:Workspace": ("_retire_results fail _give_up abandon", "41631211582c"),
         "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "06e3bc952c58"),
     },

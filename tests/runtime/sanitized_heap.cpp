@@ -1,9 +1,8 @@
 // Threads that make results in a heap, write and hand them on, while others free, trim, fork and warm.
+#include "../../kernels/cpu/results_heap.cpp"
 #include "../../kernels/cpu/symmetric_memory.cpp"
 
 #include <sys/wait.h>
-
-#include "../../kernels/cpu/results_heap.h"
 
 namespace fusedcomm {
 namespace {

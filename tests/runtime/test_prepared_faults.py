@@ -77,7 +77,7 @@ def test_a_late_peer_is_told_of_in_time(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(3)
-def test_an_op_that_fails_on_a_tape(rank: int) -> None:
+def test_an_op_that_fails_in_a_prepared_call(rank: int) -> None:
     """A peer must not take the round that is left half way for the next one."""
 
     def fail(*args: Any, **kwargs: Any) -> Tensor:
@@ -157,7 +157,7 @@ def handled(handler: Callable[[], None]) -> Iterator[None]:
 @on_ranks(2)
 @pytest.mark.parametrize("raises", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_handler_takes_the_workspace_of_a_call_that_waits(rank: int, raises: bool) -> None:
-    """The call ends as it does without a tape, and touches nothing of what comes after it."""
+    """The call ends as it does in Python, and touches nothing of what comes after it."""
 
     def handler() -> None:
         fusedcomm.reset(group)
@@ -215,7 +215,7 @@ def test_records_are_those_of_calls_in_python(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_tapes_hold_nothing_alive(rank: int) -> None:
+def test_plans_hold_nothing_alive(rank: int) -> None:
     """Neither the tensors of a call, nor after close() a workspace."""
     with started_group("chunked") as group:
         check_prepared(group, HEADS, torch.float32)

@@ -2,7 +2,7 @@
 
 The tests of symmetric memory run with a native part that is built with each of them, in a copy of the sources. Ranks
 are processes there, and ThreadSanitizer sees no race between processes. So programs have threads. They stand for ranks
-in sanitized_words.cpp, sanitized_handles.cpp and, for calls on tapes, sanitized_tapes.cpp; for users of one heap of
+in sanitized_words.cpp, sanitized_handles.cpp and, for prepared calls, sanitized_plans.cpp; for users of one heap of
 results in sanitized_heap.cpp. In sanitized_ring.cpp one records calls while another forks.
 """
 
@@ -94,7 +94,7 @@ def run_program(folder: Path, source: str, sanitizer: Sanitizer) -> tuple[int, s
     return done.returncode, found(reports) + done.stderr.decode()  # where UndefinedBehaviorSanitizer reports
 
 
-@pytest.mark.parametrize("program", [f"sanitized_{name}.cpp" for name in ("words", "handles", "tapes", "heap", "ring")])
+@pytest.mark.parametrize("program", [f"sanitized_{name}.cpp" for name in ("words", "handles", "plans", "heap", "ring")])
 @pytest.mark.parametrize("name", SANITIZERS)
 def test_threads(name: str, program: str, tmp_path: Path) -> None:
     copy_sources(tmp_path)
@@ -131,14 +131,20 @@ PLANTED = {
         "  HeapMemory& memory = *block.memory;\n",
         "data race",
     ),
-    "a tape that does not wait": (
+    "a plan that does not wait": (
         "thread",
-        "kernels/cpu/tape.h",
-        "        rounds_->wait(each.rank);\n",
-        "",
+        "kernels/cpu/plan.cpp",
+        "return rounds_.wait(step.rank);",
+        "return;",
         "is wrong",
     ),
-    "calls of two threads at once": ("thread", "kernels/cpu/prepared_calls.cpp", "  guard.lock();\n", "", "data race"),
+    "calls of two threads at once": (
+        "thread",
+        "kernels/cpu/prepared_calls.cpp",
+        "  const std::lock_guard<CallLock> guard(*lock_);\n",
+        "",
+        "data race",
+    ),
     # libtsan of g++ 12 does not see pthread_mutex_clocklock, so that it takes a lock that was waited for as not taken.
     "a lock that waits on a steady clock": (
         "thread",
@@ -149,9 +155,9 @@ PLANTED = {
     ),
     "a result that is too short": (
         "address",
-        "kernels/cpu/tape.h",
-        "rounds_->empty(each.sizes,",
-        "rounds_->empty({1},",
+        "kernels/cpu/plan.cpp",
+        "rounds.empty(each.shape,",
+        "rounds.empty({1},",
         "heap-buffer-overflow",
     ),
     "a fork that leaves the ring of calls locked": (
@@ -172,7 +178,7 @@ PLANTED = {
 
 
 # by part of the name of a file
-PROGRAM_OF = {"heap": "heap", "ring": "ring", "tape": "tapes", "prepared": "tapes", "lock": "tapes"}
+PROGRAM_OF = {"heap": "heap", "ring": "ring", "plan": "plans", "prepared": "plans", "lock": "plans"}
 
 
 @pytest.mark.parametrize("what", PLANTED)

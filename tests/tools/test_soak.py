@@ -92,8 +92,8 @@ def unprotected() -> Iterator[Callable[..., SoakOutcome]]:
 SLOW_FAULTS = (
     soak_faults.one_slot,
     soak_faults.no_waits,
-    soak_faults.tapes_without_waits,
-    soak_faults.tapes_without_long_waits,
+    soak_faults.plans_without_waits,
+    soak_faults.plans_without_long_waits,
 )
 
 

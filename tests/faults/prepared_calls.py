@@ -1,6 +1,6 @@
-"""Faults in calls that run on a tape, which call no function of the package: a step is an op of torch, by its memory.
+"""Faults in prepared calls, which call no function of the package: a step is an op of torch, by its memory.
 
-All that the lab knows of tapes is here, but for `Cell.prepared`.
+All that the lab knows of plans is here, but for `Cell.prepared`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.faults.steps import CALL, CALLS, LATER_CALL, STOPPING, Fault, GoOn, R
 SLOTS = ("push", "signal", "read")  # about to write a chunk into a slot, about to signal it, about to read one
 IN_RESULTS = ("place", "mark")  # about to write a chunk into a peer's result, about to say so
 WAIT = "wait"  # a wait that is over soon stays in C++, and a longer one comes to Python
-NUM_UNPREPARED = 3  # calls in Python before one is on a tape: the first makes the workspace, the third is recorded
+NUM_UNPREPARED = 3  # calls in Python before one is prepared: the first makes the workspace, the third makes the plan
 LATER_S = 0.3  # longer than a wait in C++
 
 _NO_TENSOR_HAS_IT = "TESTING_ONLY_GenericMode"  # a dispatch key before all others, also in C++
@@ -68,7 +68,7 @@ def line_up(workspace: Workspace, step: str, victim: int, bound_s: float) -> Non
 
 
 def at_op(workspace: Workspace, step: str, fault: Fault) -> AbstractContextManager[Reached]:
-    """Inside, the first time that this thread comes to the step in a call on a tape, it meets ``fault``."""
+    """Inside, the first time that this thread comes to the step in a prepared call, it meets ``fault``."""
     if step == WAIT:
         return replaced("fusedcomm.ops.prepared:Rescue.wait", fault)
     return _at_memory(workspace, step, fault)

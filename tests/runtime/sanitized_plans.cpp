@@ -1,7 +1,9 @@
-// Threads as ranks whose calls are on tapes: results in place and through slots, one lock for the threads of a rank, and
+// Threads as ranks whose calls are prepared: results in place and through slots, one lock for the threads of a rank, and
 // the ring of calls, which another thread reads.
 #include "../../kernels/cpu/symmetric_memory.cpp"
+#include "../../kernels/cpu/plan.cpp"
 #include "../../kernels/cpu/prepared_calls.cpp"
+#include "../../kernels/cpu/results_heap.cpp"
 
 #include <torch/library.h>
 
@@ -22,8 +24,8 @@ constexpr size_t kHeapBytes = 1 << 20;
 constexpr int64_t kFlags = 0, kBroken = 128, kEpoch = 192, kPosts = 256, kMarks = 384, kSlots = 512;
 constexpr int64_t kSlotBytes = kRanks * kChunkBytes;
 
-// Data is moved by code that the sanitizer sees, as torch is built without it.
-at::Tensor& move(const at::Tensor& from, at::Tensor& to) {
+// `copy_` in code that the sanitizer sees, as torch is built without it.
+at::Tensor& copy(at::Tensor& to, const at::Tensor& from, bool) {
   std::copy_n(from.const_data_ptr<int>(), kNumel, to.data_ptr<int>());
   return to;
 }
@@ -68,75 +70,59 @@ struct Ranks {
   }
 };
 
-Operand chunk(Operand::Base base, int64_t index, int64_t number) {
+Place chunk(Place::Base base, int64_t index, int64_t number) {
   return {base, index, number * kChunkBytes, {kNumel}, {1}, at::kInt, {}};
 }
 
-Instruction moves(const Operand& from, const Operand& to) {
-  Instruction instruction{Instruction::kOp};
-  instruction.op = c10::Dispatcher::singleton().findSchemaOrThrow("sanitized::move", "");
-  instruction.arguments = {from, to};
-  instruction.made = {-1};
-  return instruction;
+Step of_rank(Step::Kind kind, int64_t rank) {
+  Step step{kind};
+  step.rank = rank;
+  return step;
 }
 
-Instruction of_rank(Instruction::Kind kind, int64_t rank) {
-  Instruction instruction{kind};
-  instruction.rank = rank;
-  instruction.num_bytes = kRanks * kChunkBytes;
-  return instruction;
-}
+// The plan of a rank, and how its steps are appended: under no condition, or one on an answer.
+struct Steps {
+  std::shared_ptr<Plan> plan;
 
-void append_either(Tape& tape, Instruction::Kind kind, int64_t rank, const std::optional<Instruction>& in_place,
-                   const Instruction& through_slot) {
-  tape.begin_body();
-  if (in_place) tape.append(*in_place);
-  tape.end_body();
-  tape.begin_body();
-  tape.append(through_slot);
-  tape.end_body();
-  tape.append_with_bodies(of_rank(kind, rank), 2);
-}
-
-// Every rank sends its argument to all, and the result has those of all.
-Tape tape_of(int64_t rank) {
-  Tape tape;
-  const Operand argument = chunk(Operand::kArgument, 0, 0);
-  const int64_t result = tape.new_register();
-  Instruction makes{Instruction::kResult};
-  makes.sizes = {kRanks * kNumel};
-  makes.dtype = at::kInt;
-  makes.posted = true;
-  makes.made = {result};
-  tape.append(makes);
-  const Operand whole{Operand::kRegister, result, 0, {kRanks * kNumel}, {1}, at::kInt, {}};
-  Instruction post{Instruction::kPost};
-  post.arguments.emplace_back(whole);
-  tape.append(post);
-  Instruction chunks{Instruction::kChunks};
-  for (int64_t step = 1; step <= kRanks; ++step) {
-    const int64_t dst = (rank + step) % kRanks;
-    chunks.ranks.push_back(dst);
-    tape.begin_body();
-    if (dst == rank) {
-      tape.append(moves(argument, chunk(Operand::kRegister, result, rank)));
-    } else {
-      append_either(tape, Instruction::kPlaced, dst, moves(argument, chunk(Operand::kPeerResult, dst, rank)),
-                    moves(argument, chunk(Operand::kSlot, dst, rank)));
-      tape.append(of_rank(Instruction::kSignal, dst));
-    }
-    tape.end_body();
+  void always(Step step) const { plan->append(std::move(step), "", 0, 0, -1); }
+  void ask(Step::Test test, int64_t rank) const {
+    Step step = of_rank(Step::kAsk, rank);
+    step.test = test;
+    step.num_bytes = kRanks * kChunkBytes;
+    always(std::move(step));
   }
-  tape.append_with_bodies(chunks, kRanks);
-  for (int64_t step = 1; step < kRanks; ++step) {
-    const int64_t src = (rank + step) % kRanks;
-    tape.append(of_rank(Instruction::kWait, src));
-    append_either(tape, Instruction::kArrived, src, std::nullopt,
-                  moves(chunk(Operand::kSlot, rank, src), chunk(Operand::kRegister, result, src)));
+  void where(Step::Test test, int64_t rank, bool answer, Step step) const {
+    plan->append(std::move(step), "", test, rank, answer);
   }
-  tape.append(of_rank(Instruction::kEndRound, 0));
-  tape.finish({whole});
-  return tape;
+};
+
+// Every rank sends its input to all, and the result has those of all.
+std::shared_ptr<Plan> plan_of(int64_t rank) {
+  const Place input = chunk(Place::kInput, 0, 0), whole{Place::kResult, 0, 0, {kRanks * kNumel}, {1}, at::kInt, {}};
+  const Steps steps{std::make_shared<Plan>(kRanks, PlanDevice(), std::vector<Result>{{whole.sizes, at::kInt, true}}, 0,
+                                           std::vector<int64_t>(), 0)};
+  const auto own = [&] { return Step{Step::kCopy, {chunk(Place::kResult, 0, rank), input}}; };
+  steps.always({Step::kPost, {whole}});
+  steps.ask(Step::kLate, rank);
+  steps.where(Step::kLate, rank, true, own());
+  for (int64_t i = 1; i < kRanks; ++i) {
+    const int64_t dst = (rank + i) % kRanks;
+    steps.ask(Step::kPosted, dst);
+    steps.where(Step::kPosted, dst, true, {Step::kCopy, {chunk(Place::kPosted, dst, rank), input}});
+    steps.where(Step::kPosted, dst, true, of_rank(Step::kMark, dst));
+    steps.where(Step::kPosted, dst, false, {Step::kCopy, {chunk(Place::kSlot, dst, rank), input}});
+    steps.always(of_rank(Step::kSignal, dst));
+  }
+  steps.where(Step::kLate, rank, false, own());
+  for (int64_t i = 1; i < kRanks; ++i) {
+    const int64_t src = (rank + i) % kRanks;
+    steps.always(of_rank(Step::kWait, src));
+    steps.ask(Step::kMarked, src);
+    steps.where(Step::kMarked, src, false, {Step::kCopy, {chunk(Place::kResult, 0, src), chunk(Place::kSlot, rank, src)}});
+  }
+  steps.always(of_rank(Step::kEndRound, 0));
+  steps.plan->finish({whole});
+  return steps.plan;
 }
 
 // fusedcomm.ops.prepared.Rescue, for ranks that are only late.
@@ -169,9 +155,9 @@ std::shared_ptr<PreparedCalls> prepare(Ranks& ranks, int64_t rank) {
   const auto context = ranks.context(rank);
   calls->clear(context, 0);
   auto call = std::make_shared<PreparedCall>();
-  call->tape = tape_of(rank);
+  call->plan = plan_of(rank);
+  call->outputs = {0};
   call->generation = calls->generation();
-  call->has_rounds = true;
   call->fingerprint = 5;
   call->record = std::make_shared<PythonObject>(py::none());
   call->workspace = std::make_shared<PythonObject>(py::none());
@@ -213,12 +199,7 @@ void run_ranks(const Ranks& ranks, int num_threads, std::atomic<int>& num_placed
 }  // namespace
 }  // namespace fusedcomm
 
-TORCH_LIBRARY(sanitized, library) {
-  library.def("move(Tensor from, Tensor(a!) to) -> Tensor(a!)");
-  library.impl("move", c10::DispatchKey::CPU, [](const at::Tensor& from, at::Tensor& to) -> at::Tensor& {
-    return fusedcomm::move(from, to);
-  });
-}
+TORCH_LIBRARY_IMPL(aten, CPU, library) { library.impl("copy_", &fusedcomm::copy); }
 
 extern "C" __attribute__((visibility("default"))) void run() {
   using namespace fusedcomm;
