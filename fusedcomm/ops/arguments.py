@@ -28,23 +28,22 @@ def check_types(
     compare calls.
     """
     try:
-        _check_types(x, w, bias, lists, options)
+        check_tensor("x", x)
+        for each in w if lists and isinstance(w, LISTS) else (w,):
+            check_tensor("w", each)
+        for each in bias if lists and isinstance(bias, LISTS) else (bias,):
+            if each is not None:
+                check_tensor("bias", each)
+        for name, value in options.items():
+            if name in _DIMS:
+                if type(value) is not int:  # most are
+                    check_int(name, value)
+            elif value is not None and name in _CHECKS:
+                _CHECKS[name](name, value)
     except TypeError as error:
         if op and isinstance(x, Tensor):
             tell_peers(op, resolve(group)[1], x, error)
         raise
-
-
-def _check_types(x: Any, w: Any, bias: Any, lists: bool, options: dict[str, Any]) -> None:
-    check_tensor("x", x)
-    for each in w if lists and isinstance(w, LISTS) else (w,):
-        check_tensor("w", each)
-    for each in bias if lists and isinstance(bias, LISTS) else (bias,):
-        if each is not None:
-            check_tensor("bias", each)
-    for name, value in options.items():
-        if (value is not None or name in _DIMS) and name in _CHECKS:
-            _CHECKS[name](name, value)
 
 
 def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any, scatter_ranges: Any) -> None:
@@ -109,7 +108,7 @@ def _check_ranges(name: str, ranges: Any) -> None:
 
 
 _DIMS = ("gather_dim", "scatter_dim")  # which are no options of a call
-_CHECKS = {**dict.fromkeys(_DIMS, check_int), "out_shape": _check_sizes, "partial_bias": check_tensor}
+_CHECKS = {"out_shape": _check_sizes, "partial_bias": check_tensor}
 
 
 def _short(value: Any) -> str:

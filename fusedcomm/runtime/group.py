@@ -90,8 +90,9 @@ def _process_group(group: Group) -> ProcessGroup:
             raise ValueError(
                 "group=None means WORLD, which must be initialised: call torch.distributed.init_process_group"
             )
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     if isinstance(group, ProcessGroup):
         if group not in c10d._world.pg_map:
             raise ValueError("group must be an initialised process group that contains this rank, got a destroyed one")

@@ -20,16 +20,18 @@ class LaunchOrder {
  public:
   std::recursive_mutex& mutex() { return mutex_; }
   void begin(const c10::Stream& stream) {
-    if (last_) last_->block(stream);
+    if (last_ && stream != *stream_) last_->block(stream);  // one stream is in order by itself
   }
   void end(const c10::Stream& stream) {
     if (!last_) last_.emplace(stream.device_type());
     last_->record(stream);
+    stream_ = stream;
   }
 
  private:
   std::recursive_mutex mutex_;
   std::optional<c10::Event> last_;
+  std::optional<c10::Stream> stream_;  // that it was recorded on
 };
 
 class Streams {
