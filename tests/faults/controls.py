@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-
 from fusedcomm.ops import dispatch, prepared
 from fusedcomm.runtime import members, segment
-from fusedcomm.runtime.workspace import Round, Workspace
+from fusedcomm.runtime.workspace import Workspace
 from tests.faults.cells import Cell, select
 
 
@@ -54,7 +52,7 @@ def wait_for_nobody_in_prepared_calls() -> Any:
 
 
 def wait_for_nobody() -> Any:
-    return mock.patch.object(Round, "wait", lambda self, src_rank: None)
+    return mock.patch.object(Workspace, "wait", lambda self, *args: None)
 
 
 def count_no_rounds() -> Any:
@@ -74,14 +72,10 @@ def have_no_deadline() -> Any:
 
 def write_beyond_the_slot() -> Any:
     """Chunks go behind what a slot holds for the call."""
-
-    def shifted(self: Round, dst_rank: int) -> Tensor:
-        ours = self.workspace
-        end = ours.layout.slot(self.epoch, ours.slot_bytes) + ours.slot_bytes
-        num_bytes = self.spans.chunk_numel * self.dtype.itemsize
-        return ours.buffers[dst_rank][end - num_bytes : end].view(self.dtype)
-
-    return mock.patch.object(Round, "part", shifted)
+    slot_start = Workspace.slot_start
+    return mock.patch.object(
+        Workspace, "slot_start", lambda self, epoch: slot_start(self, epoch) + self.slot_bytes // 2
+    )
 
 
 def reset_nothing() -> Any:

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+from fusedcomm.plan.schedule import Base
+
 GoOn = Callable[[], Any]  # does what the rank would do at the step
 Fault = Callable[[GoOn], Any]  # goes on once, twice or not at all, later, or after something else
 
@@ -27,18 +29,19 @@ GROWTH = {  # steps of a call that needs a larger workspace
     "grow": "fusedcomm.runtime.group_member:Member._come_together",
     "grow-allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
 }
+EXECUTOR = "fusedcomm.run.python_executor:Execution"
 ENTER = {"enter": "fusedcomm.runtime.workspace:Workspace.enter"}
 CHUNKED = {
     **ENTER,
-    "push": "fusedcomm.runtime.workspace:Round.part",
-    "signal": "fusedcomm.runtime.workspace:Round.signal",
-    "wait": "fusedcomm.runtime.workspace:Round.wait",
-    "read": "fusedcomm.runtime.workspace:Round.received",
+    "push": f"{EXECUTOR}.step",
+    "signal": "fusedcomm.runtime.workspace:Workspace.signal",
+    "wait": "fusedcomm.runtime.workspace:Workspace.wait",
+    "read": f"{EXECUTOR}.step",
     "end": "fusedcomm.runtime.workspace:Workspace._epoch_word",
 }
 IN_PLACE = {  # steps of a call whose results peers can write
-    "post": "fusedcomm.runtime.workspace:Round.post",
-    "look": "fusedcomm.runtime.workspace:Round.posted",
+    "post": "fusedcomm.runtime.workspace:Workspace.post",
+    "look": "fusedcomm.runtime.workspace:Workspace.posted",
 }
 FUSED = {
     **ENTER,
@@ -76,9 +79,23 @@ class Reached:
     yes: bool = False
 
 
+def writes_a_slot(execution: Any, work: Any, stream: Any) -> bool:
+    return any(place.base == Base.SLOT for place in (getattr(work, "to", None), getattr(work, "out", None)) if place)
+
+
+def reads_a_slot(execution: Any, work: Any, stream: Any) -> bool:
+    read = (getattr(work, "source", None), getattr(work, "x", None), *getattr(work, "parts", ()))
+    return any(place.base == Base.SLOT for place in read if place)
+
+
+ONLY = {"push": writes_a_slot, "read": reads_a_slot}  # which calls of the function are at the step
+
+
 @contextmanager
-def replaced(path: str, fault: Fault) -> Iterator[Reached]:
-    """Inside, the first call of ``module:Class.function`` in this process is one of ``fault``."""
+def replaced(path: str, fault: Fault, only: Callable[..., bool] = lambda *args: True) -> Iterator[Reached]:
+    """Inside, the first call of ``module:Class.function`` in this process is one of ``fault``, of those that ``only``
+    is true for.
+    """
     reached, lock = Reached(), threading.Lock()
     owner_path, _, name = path.replace(":", ".").rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
@@ -86,7 +103,8 @@ def replaced(path: str, fault: Fault) -> Iterator[Reached]:
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         with lock:
-            first, reached.yes = not reached.yes, True
+            first = not reached.yes and only(*args)
+            reached.yes |= first
         go_on = partial(function, *args, **kwargs)
         return fault(go_on) if first else go_on()
 
