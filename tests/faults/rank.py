@@ -25,7 +25,7 @@ from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.tools.selftest_checks import settings
-from tests.faults import tapes
+from tests.faults import plans
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
@@ -81,7 +81,7 @@ class _Rank:
         self.reached = Reached(yes=cell.fault not in INJECTIONS)
         self.guarded = Guarded()
         self.results: list[tuple[KnownCall, Tensor]] = []
-        self.in_python: list[str] = []  # the ops of calls that run in Python and must be on tapes
+        self.in_python: list[str] = []  # the ops of calls that run in Python and must be prepared
 
     def run(self, around: Around) -> RankReport:
         """``around`` holds from the faulty call on."""
@@ -91,7 +91,7 @@ class _Rank:
 
     def _faulty(self) -> RankReport:
         cell, one_is_dead = self.cell, self.cell.fault == "kill"
-        with tapes.noting_python(self._workspaces, self.in_python) if cell.prepared else nullcontext():
+        with plans.noting_python(self._workspaces, self.in_python) if cell.prepared else nullcontext():
             outcomes = list(self._calls())
         self._meet(survivors=one_is_dead)
         memory = self._violations()
@@ -124,7 +124,7 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """Make a call before the faulty one, or as many as it takes to prepare what is called then."""
-        num_calls = tapes.NUM_UNPREPARED if self.cell.prepared else 1
+        num_calls = plans.NUM_UNPREPARED if self.cell.prepared else 1
         calls = [KnownCall(self.cell.op, self.cell.group_size, seed=51 + i) for i in range(num_calls)]
         if self.cell.prepared:
             calls += [self._variant(call) for call in calls]
@@ -163,7 +163,7 @@ class _Rank:
         x, w = (self.guarded.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
         if self.cell.prepared and index == 0:
-            tapes.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
+            plans.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
         meets_fault = self.is_victim and index == 0 and self.cell.fault in INJECTIONS
         try:
             with fusedcomm.force_algorithm(self.cell.algorithm):
@@ -188,7 +188,7 @@ class _Rank:
 
     def _at(self, step: str, fault: Fault) -> AbstractContextManager[Reached]:
         if self.cell.prepared:
-            return tapes.at_op(self._workspaces()[0], step, fault)
+            return plans.at_op(self._workspaces()[0], step, fault)
         return replaced(BY_ALGORITHM[self.cell.algorithm][step], fault, *([ONLY[step]] if step in ONLY else []))
 
     @contextmanager
@@ -201,7 +201,7 @@ class _Rank:
             yield
 
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, planned as before, or as many as are on a tape again. The other group must
+        """A call after ``fusedcomm.reset``, planned as before, or as many as it takes to prepare it again. The other group must
         still work.
         """
         calls = (
@@ -210,7 +210,7 @@ class _Rank:
         )
         try:
             fusedcomm.reset(self.group)
-            for algorithm, group, call in calls * (tapes.NUM_UNPREPARED + 1 if self.cell.prepared else 1):
+            for algorithm, group, call in calls * (plans.NUM_UNPREPARED + 1 if self.cell.prepared else 1):
                 with fusedcomm.force_algorithm(algorithm, strict=True):
                     result = call.run(*call.inputs(self.rank), group)
                 if wrong := call.wrong(result, self.rank):
@@ -230,7 +230,7 @@ class _Rank:
 
     def _violations(self) -> list[str]:
         found = self.guarded.changed()
-        found += [f"a call of {op} must be on a tape, but ran in Python" for op in self.in_python]
+        found += [f"a call of {op} must be prepared, but ran in Python" for op in self.in_python]
         late = [call for call, result in self.results if call.wrong(result, self.rank)]
         return found + [f"the result of call {call.seed} has changed after it" for call in late]
 

@@ -58,7 +58,7 @@ FUSED = {
     "signal": "fusedcomm.kernels.triton.rounds:signal",
     "wait": "fusedcomm.kernels.triton.rounds:wait",
     "end": "fusedcomm.runtime.workspace:Workspace.launched",
-    "result": "torch:Tensor.new_empty",
+    "result": "fusedcomm.runtime.workspace:Workspace.empty",
 }
 BY_ALGORITHM = {
     "chunked": {

@@ -16,7 +16,7 @@ import fusedcomm
 from fusedcomm.runtime import members
 from fusedcomm.runtime.workspace import Workspace
 from tests.faults.cells import MEET_S
-from tests.faults.prepared_calls import until_signalled
+from tests.faults.plans import until_signalled
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 
@@ -35,17 +35,17 @@ ALL_REDUCE = Problem("in-place", (6, 5), 7, op="matmul_all_reduce", bias=True)
 IN_PLACE = [TO_ALL, RUNS, FEW_ROWS, EACH_SOURCE, LIST, SUMS, TAKES_ALL, EXCHANGED, HEADS, ALL_REDUCE]
 
 
-def without_plans(patch: pytest.MonkeyPatch) -> None:
+def without_tapes(patch: pytest.MonkeyPatch) -> None:
     """Groups that are made from here on run Python in each call."""
     patch.setattr(members.Member, "prepare_calls", lambda self: None)
 
 
 @contextmanager
-def chunked_group(prepared: bool = True, **env: str) -> Iterator[Any]:
-    """A group whose calls run `chunked`, and in Python each time if none is to be ``prepared``."""
+def chunked_group(tapes: bool = True, **env: str) -> Iterator[Any]:
+    """A group whose calls run `chunked`, and in Python each time if there are to be no ``tapes``."""
     with pytest.MonkeyPatch.context() as patch, fresh_group(**env) as group:
-        if not prepared:
-            without_plans(patch)
+        if not tapes:
+            without_tapes(patch)
         with fusedcomm.force_algorithm("chunked", strict=True):
             yield group
 
