@@ -201,8 +201,8 @@ class _Rank:
             yield
 
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, planned as before, or as many as it takes to prepare it again. The other group must
-        still work.
+        """A call after ``fusedcomm.reset``, by the same algorithm, or as many as it takes to prepare it again. The
+        other group must still work.
         """
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),

@@ -104,14 +104,14 @@ def _late_reads(joined: bool) -> Iterator[None]:
 
 @contextmanager
 def plans_without_waits() -> Iterator[None]:
-    """Plans are loaded without them."""
+    """Calls in Python wait, and prepared ones do not."""
     append = native_plan._append
 
-    def no_wait(plan: Any, step: Step, *args: Any) -> None:
+    def append_others(plan: Any, step: Step, sources: Any) -> None:
         if not isinstance(step.work, Wait):
-            append(plan, step, *args)
+            append(plan, step, sources)
 
-    with mock.patch.object(native_plan, "_append", no_wait):
+    with mock.patch.object(native_plan, "_append", append_others):
         yield
 
 
@@ -143,7 +143,7 @@ def wrong_element() -> Iterator[None]:
         yield
 
 
-ON_PLANS = (plans_without_waits, plans_without_long_waits, wrong_element)  # others are in functions that plans run past
+IN_PLANS = (plans_without_waits, plans_without_long_waits, wrong_element)  # others are in functions of Python alone
 
 
 def run_without(
@@ -151,7 +151,7 @@ def run_without(
 ) -> SoakOutcome:
     """Run a program under ``fault``, with many delays, and with prepared calls if they have it too."""
     with ExitStack() as patches:
-        if fault not in ON_PLANS:
+        if fault not in IN_PLANS:
             patches.enter_context(mock.patch.object(members.Member, "prepare_calls", lambda self: None))
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
         patches.enter_context(fault())

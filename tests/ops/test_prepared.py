@@ -101,6 +101,16 @@ def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algor
 
 
 @on_ranks(2)
+def test_a_call_whose_input_is_no_argument_runs_in_python(rank: int) -> None:
+    """x gets a row, so that all blocks of the sum have one size."""
+    problem = Problem("padded", (5, 6), 7, op="matmul_all_reduce")
+    with started_group("chunked") as group, python_calls() as ran:
+        for seed in range(CALLS):
+            check(group, problem, call(group, problem, seed), seed)
+        assert len(ran) == CALLS
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("algorithm", PREPARED)
 @pytest.mark.parametrize("recorded_under", [False, True], ids=["outside", "inside"])
 def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded_under: bool) -> None:

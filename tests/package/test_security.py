@@ -31,10 +31,9 @@ import fusedcomm
 from fusedcomm.cost import tuned
 from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.geometry.rank_order import peers_of, sources_of
-from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.runtime import group as groups
 from fusedcomm.runtime.segment import HeaderLayout
-from fusedcomm.runtime.workspace import Round, Workspace
+from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
@@ -325,14 +324,11 @@ def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) 
 
 def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
     """The segments of two virtual ranks, and the functions that take a rank on the first one's host."""
-    workspace, spans = VirtualGroup(2, 1 << 12, CPU).workspaces[0], RoundSpans(*[Span(8, 0, 8, 0, 0)] * 5)
+    workspace = VirtualGroup(2, 1 << 12, CPU).workspaces[0]
     workspace.timeout_s = 0.05
-    round = Round(workspace, 1, spans, torch.float32, "op", 7)
     return workspace.buffers, {
-        "signal": round.signal,
-        "wait": round.wait,
-        "part": round.part,
-        "received": round.received,
+        "signal": lambda peer: workspace.signal(peer, 1, 7),
+        "wait": lambda peer: workspace.wait(peer, 1, "op", 7),
         "signals.signal": lambda peer: launch_now.signal(workspace, peer, 7),
         "signals.wait_source": lambda peer: launch_now.wait_source(peer, workspace, 7),
     }

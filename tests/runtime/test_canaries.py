@@ -12,7 +12,7 @@ import fusedcomm
 from fusedcomm.runtime import canaries
 from fusedcomm.runtime.canaries import GUARD_BYTES
 from fusedcomm.runtime.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout
-from fusedcomm.runtime.workspace import Round, Workspace
+from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.in_place import TO_ALL, assert_exact, results_of, wanted
 from tests.helpers.problems import PROBLEMS
@@ -70,13 +70,13 @@ def test_an_overrun_of_the_largest_slots_is_found() -> None:
 
 def check_overrun(rank: int) -> str:
     """Rank 1 writes into rank 0's segment, in the middle of a call. All ranks hear of it, and go on after a reset."""
-    part = Round.part
+    signal = Workspace.signal
 
-    def overrun(self: Round, dst_rank: int) -> torch.Tensor:
+    def overrun(self: Workspace, dst_rank: int, epoch: int, fingerprint: int) -> None:
         if dst_rank == 0:
-            _, end = slot(self.workspace, self.epoch)
-            self.workspace.buffers[0][end] = 0
-        return part(self, dst_rank)
+            _, end = slot(self, epoch)
+            self.buffers[0][end] = 0
+        signal(self, dst_rank, epoch, fingerprint)
 
     with fresh_group(CHECK="1", TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
@@ -84,7 +84,7 @@ def check_overrun(rank: int) -> str:
         text = ""
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(Round, "part", overrun)
+                patch.setattr(Workspace, "signal", overrun)
             dist.barrier(group)
             try:
                 call(group, HEADS, 1)
@@ -121,17 +121,17 @@ def test_a_write_past_a_result_is_found_and_named(side: str, num_bytes: int) -> 
 
 def check_overrun_of_a_result(rank: int) -> str:
     """Rank 1 waits for rank 0's post, and writes before its result."""
-    post, posted, num_bytes = Round.post, Round.posted, 8
+    post, posted, num_bytes = Workspace.post, Workspace.posted, 8
 
-    def late(self: Round, result: torch.Tensor) -> None:
-        wait_until(self.all_have_posted)
-        post(self, result)
+    def late(self: Workspace, result: torch.Tensor, fingerprint: int) -> bool:
+        wait_until(lambda: self.all_have_posted(fingerprint))
+        return post(self, result, fingerprint)
 
-    def overrun(self: Round, dst_rank: int, size: int) -> torch.Tensor | None:
-        place = posted(self, dst_rank, size)
-        assert place is not None and self.workspace.results is not None
-        start = place.storage_offset() * place.itemsize - num_bytes
-        self.workspace.results.buffers[dst_rank][start : start + num_bytes] = 0
+    def overrun(self: Workspace, dst_rank: int, size: int, fingerprint: int) -> torch.Tensor | None:
+        place = posted(self, dst_rank, size, fingerprint)
+        assert place is not None and self.results is not None
+        start = place.storage_offset() - num_bytes
+        self.results.buffers[dst_rank][start : start + num_bytes] = 0
         return place
 
     text = ""
@@ -140,8 +140,8 @@ def check_overrun_of_a_result(rank: int) -> str:
             assert_exact(results_of(group, TO_ALL, seed), wanted(group, TO_ALL, seed))
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(Round, "post", late)
-                patch.setattr(Round, "posted", overrun)
+                patch.setattr(Workspace, "post", late)
+                patch.setattr(Workspace, "posted", overrun)
             try:
                 results_of(group, TO_ALL)
             except fusedcomm.PeerError as error:

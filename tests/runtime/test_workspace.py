@@ -17,8 +17,10 @@ import fusedcomm
 from fusedcomm import env
 from fusedcomm.algorithms import planner
 from fusedcomm.geometry import shapes
-from fusedcomm.runtime import segment, topology, workspace
+from fusedcomm.runtime import segment, topology
+from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.in_place import without_tapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
 
@@ -88,10 +90,10 @@ def test_retired_segments_are_kept_and_watched(rank: int) -> None:
 @on_ranks(2)
 def test_many_calls_with_a_late_rank_are_exact(rank: int) -> None:
     """Calls back to back with fresh data. One rank is randomly late with its reads, while the other goes on."""
-    problem, delays, wait = BY_NAME["rows-gathered"], random.Random(7), workspace.Round.wait
+    problem, delays, wait = BY_NAME["rows-gathered"], random.Random(7), Workspace.wait
 
-    def late_wait(self: workspace.Round, src_rank: int) -> None:
-        wait(self, src_rank)
+    def late_wait(self: Workspace, *args: Any) -> None:
+        wait(self, *args)
         if rank == 1 and delays.random() < 0.2:
             time.sleep(delays.uniform(0, 0.01))
 
@@ -100,7 +102,8 @@ def test_many_calls_with_a_late_rank_are_exact(rank: int) -> None:
         fresh_group() as group,
         fusedcomm.force_algorithm("chunked", strict=True),
     ):
-        patch.setattr(workspace.Round, "wait", late_wait)
+        without_tapes(patch)
+        patch.setattr(Workspace, "wait", late_wait)
         for seed in range(200):
             check(group, problem, call(group, problem, seed), seed)
 
@@ -139,7 +142,7 @@ def test_kernels_of_all_ranks_on_one_gpu_fit_it_together() -> None:
     """The gathers of all ranks wait for the copies of all ranks, none of which may wait for an SM."""
     header = [torch.zeros(1 << 16, dtype=torch.uint8)]
     for num_sms, num_ranks in itertools.product((108, 132), (1, 2, 4, 8)):
-        ours = workspace.Workspace(0, header, "group")
+        ours = Workspace(0, header, "group")
         ours.num_sms = num_sms
         ours.share_gpu(num_ranks)
         device = ours.device_facts()

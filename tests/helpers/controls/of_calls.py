@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.helpers.controls.control import Control
 
+EXECUTOR = "fusedcomm/run/python_executor.py"
+MOVES = "fusedcomm/plan/moves.py"
 WORKSPACE = "fusedcomm/runtime/workspace.py"
 MEMBER = "fusedcomm/runtime/group_member.py"
 MEMBERS = "fusedcomm/runtime/members.py"
@@ -19,7 +21,7 @@ CONTROLS: dict[str, Control] = {
         "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "data before the flag": Control(
-        "fusedcomm/plan/moves.py",
+        MOVES,
         "                    s.copy(part.view(chunk.shape), chunk)\n            self._signal(dst_rank)",
         "                    self._signal(dst_rank)\n                    s.copy(part.view(chunk.shape), chunk)",
         "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
@@ -43,10 +45,28 @@ CONTROLS: dict[str, Control] = {
         "tests/compile/test_uneven_shards.py::test_all_ranks_leave_it[True-7-4]",
     ),
     "a wait before each read": Control(
-        WORKSPACE,
-        "        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)",
-        "        pass",
+        EXECUTOR,
+        "                self.workspace.wait(work.src_rank, self.epoch, self.op, self.fingerprint)",
+        "                pass",
         "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
+    ),
+    "a step with a condition asks for it": Control(
+        EXECUTOR,
+        "                if step.when is not None and self.answers[step.when[:2]] != step.when.answer:",
+        "                if False:",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
+    ),
+    "a round on a CPU has an end": Control(
+        MOVES,
+        "        s.add(EndRound())\n\n    def _unpack_by_kernel",
+        "\n    def _unpack_by_kernel",
+        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
+    ),
+    "a round on a GPU has an end": Control(
+        MOVES,
+        "        s.add(EndRound(by_kernel=True))",
+        "        pass",
+        "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
     ),
     "the last program of a chunk signals": Control(
         ROUNDS,
@@ -256,7 +276,7 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
     ),
     "a round's sends come after the reads of the one before": Control(
-        "fusedcomm/plan/moves.py",
+        MOVES,
         "            s.join(SENDS, READS)\n",
         "",
         "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
@@ -286,19 +306,19 @@ CONTROLS: dict[str, Control] = {
         "tests/kernels/test_own_chunk.py::test_all_rows_are_poisoned_where_a_signal_is_missing[0]",
     ),
     "each round takes the staging of the last one": Control(
-        "fusedcomm/plan/moves.py",
+        MOVES,
         "                self.copied[dst_rank] = s.event(SENDS)\n",
         "",
         "tests/algorithms/test_chunked_orders.py::test_each_round_takes_the_staging_of_the_last_one",
     ),
     "the callers of chunked come after all of its streams": Control(
-        "fusedcomm/plan/moves.py",
+        MOVES,
         "            self.s.join(MAIN, SENDS)\n            self.s.join(MAIN, READS)",
         "            pass",
         "tests/algorithms/test_chunked_orders.py::test_every_op_is_right_in_a_random_order",
     ),
     "Ctrl-C in a call leaves none of its streams running on": Control(
-        "fusedcomm/run/python_executor.py",
+        EXECUTOR,
         "        execution.join()\n        raise",
         "        raise",
         "tests/algorithms/test_chunked_orders.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",

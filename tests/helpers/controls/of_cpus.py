@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.helpers.controls.control import Control
 
+PREPARED = "fusedcomm/ops/prepared.py"
+PLAN = "kernels/cpu/plan.cpp"
 PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
 TRAINING_CALLS = "kernels/cpu/training_calls.cpp"
 POSTS = "fusedcomm/runtime/posts.py"
@@ -11,11 +13,17 @@ MEMBERS = "fusedcomm/runtime/members.py"
 
 CONTROLS: dict[str, Control] = {
     # prepared calls
-    "arguments of a call whose plan is kept have storages of their own": Control(
-        "fusedcomm/ops/prepared.py",
+    "arguments of a call that is prepared have storages of their own": Control(
+        PREPARED,
         "    args, kwargs = pytree.tree_map_only(Tensor, loaded().alias, (args, kwargs))  # x may be w\n",
         "",
         "tests/ops/test_prepared.py::test_arguments_that_share_a_storage_while_they_are_recorded",
+    ),
+    "a call whose input is no argument is not prepared": Control(
+        PREPARED,
+        "        if any(t is not None and source is None for t, source in zip(ran.inputs, sources, strict=True)):",
+        "        if False:",
+        "tests/ops/test_prepared.py::test_a_call_whose_input_is_no_argument_runs_in_python",
     ),
     "a kind of call has strides": Control(
         "kernels/cpu/prepared_calls.h",
@@ -27,19 +35,19 @@ CONTROLS: dict[str, Control] = {
         PREPARED_CALLS,
         "  ++generation_;\n  calls_.clear(dropped);\n",
         "",
-        "tests/ops/test_prepared.py::test_what_drops_plans[reset]",
+        "tests/ops/test_prepared.py::test_what_drops_tapes[reset]",
     ),
     "a plan that was found before a reset is not run": Control(
         PREPARED_CALLS,
         "call.generation != generation_ || ",
         "",
-        "tests/ops/test_prepared.py::test_a_plan_that_a_thread_has_found_is_dropped_too",
+        "tests/ops/test_prepared.py::test_a_tape_that_a_thread_has_found_is_dropped_too",
     ),
     "a plan that was made before a reset is not kept": Control(
         PREPARED_CALLS,
         "  if (key.front() != generation_) return;\n",
         "",
-        "tests/ops/test_prepared.py::test_a_plan_that_is_made_while_others_go_is_dropped",
+        "tests/ops/test_prepared.py::test_a_tape_that_is_recorded_while_others_go_is_dropped",
     ),
     "calls of a group that is gone are not found": Control(
         MEMBERS,
@@ -72,9 +80,15 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
     ),
     "a chunk in place is marked in a prepared call too": Control(
-        "kernels/cpu/plan.cpp",
-        "        return rounds_.mark_in_place(step.rank);\n",
-        "        return;\n",
+        PLAN,
+        "        return rounds_.mark_in_place(step.rank);",
+        "        return;",
+        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
+    ),
+    "a step with a condition asks for it in a prepared call too": Control(
+        PLAN,
+        "      if (each.condition >= 0 && answers_[static_cast<size_t>(each.condition)] != each.if_so) continue;\n",
+        "",
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
     ),
     # at the end of the interpreter
@@ -181,7 +195,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a call keeps its workspace": Control(
         PREPARED_CALLS,
-        "  const std::shared_ptr<const CallContext> context = context_;\n",
+        "  const std::shared_ptr<const CallContext> context = call.has_rounds ? context_ : nullptr;\n",
         "  const std::shared_ptr<const CallContext>& context = context_;\n",
         "tests/runtime/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[False]",
     ),
@@ -192,7 +206,7 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_prepared.py::test_a_value_of_another_kind_is_another_call",
     ),
     "a heap gives memory back": Control(
-        "kernels/cpu/results_heap.cpp",
+        "kernels/cpu/results_heap.h",
         "  memory_->meet();\n",
         "",
         "tests/runtime/test_results_heap.py::test_a_heap_gives_back_what_a_program_needs_no_more",
@@ -234,16 +248,28 @@ CONTROLS: dict[str, Control] = {
         "        args = list(args)\n",
         "tests/ops/test_training.py::test_x_that_is_w_in_the_first_call",
     ),
+    "a recorded backward tells gradients from what was saved": Control(
+        "fusedcomm/ops/formula.py",
+        "        saved, grads = pytree.tree_map_only(Tensor, loaded().alias, (saved, grads))\n",
+        "",
+        "tests/ops/test_training.py::test_gradients_that_are_what_was_saved",
+    ),
     "second derivatives are taken in Python": Control(
         TRAINING_CALLS,
         "at::GradMode::is_enabled() || ",
         "",
-        "tests/ops/test_training.py::test_a_program_does_the_same_in_python[second_derivatives-packed-qkv]",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[second_derivatives-packed-qkv]",
+    ),
+    "a backward under autocast has tapes of its own": Control(
+        TRAINING_CALLS,
+        "  Key key{at::autocast::is_autocast_enabled(at::kCPU) ? ",
+        "  Key key{false ? ",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[autocast_around_the_backward-packed-qkv]",
     ),
     "modes see a backward": Control(
         TRAINING_CALLS,
-        " || !no_mode_is_on() || !all_plain",
-        " || !all_plain",
-        "tests/ops/test_training.py::test_a_program_does_the_same_in_python[under_modes-packed-qkv]",
+        "is_enabled() || !no_mode_is_on()) return in_python",
+        "is_enabled()) return in_python",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[under_modes-packed-qkv]",
     ),
 }
