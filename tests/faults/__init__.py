@@ -2,7 +2,7 @@
 
 cells.py        the matrix: algorithm / op / fault / step
 steps.py        the functions that are replaced, inside a rank and for one call, to be at a step
-plans.py        steps of prepared calls, which run no function of the package
+prepared_calls.py  steps of prepared calls, which run no function of the package
 injections.py   the faults
 known_calls.py  calls with known results, and guarded memory around them
 rank.py         a cell in one rank: the call, its result, the memory around it, the way back

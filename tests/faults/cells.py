@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from tests.faults import plans
+from tests.faults import prepared_calls
 from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, STOPPING
 from tests.helpers.problems import OPS
 
@@ -24,7 +24,7 @@ class Cell:
     op: str
     fault: str
     step: str
-    prepared: bool = False  # the call runs by a native plan, in all ranks
+    prepared: bool = False  # in all ranks
 
     def __str__(self) -> str:
         return f"{self.algorithm}/{self.op}{'-prepared' * self.prepared}/{self.fault}/{self.step}"
@@ -64,7 +64,7 @@ class Cell:
     def in_place(self) -> bool:
         """Whether peers write results in place. Elsewhere all chunks go through slots."""
         if self.prepared:
-            return self.algorithm == "chunked" and self.step not in plans.SLOTS
+            return self.algorithm == "chunked" and self.step not in prepared_calls.SLOTS
         return self.step in IN_PLACE
 
     @property
@@ -135,7 +135,7 @@ _PAIRS = (
     ("fused", _fused, False),
     ("unfused", _by_group, False),
     ("pipelined", _by_group, False),
-    ("chunked", plans.faults_and_steps, True),
+    ("chunked", prepared_calls.faults_and_steps, True),
 )
 CELLS = tuple(
     Cell(algorithm, op, fault, step, prepared)

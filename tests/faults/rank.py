@@ -25,7 +25,7 @@ from fusedcomm.runtime.group import store
 from fusedcomm.runtime.vote import agree
 from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.tools.selftest_checks import settings
-from tests.faults import plans
+from tests.faults import prepared_calls
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
@@ -91,7 +91,7 @@ class _Rank:
 
     def _faulty(self) -> RankReport:
         cell, one_is_dead = self.cell, self.cell.fault == "kill"
-        with plans.noting_python(self._workspaces, self.in_python) if cell.prepared else nullcontext():
+        with prepared_calls.noting_python(self._workspaces, self.in_python) if cell.prepared else nullcontext():
             outcomes = list(self._calls())
         self._meet(survivors=one_is_dead)
         memory = self._violations()
@@ -124,7 +124,7 @@ class _Rank:
 
     def _warm_up(self) -> None:
         """Make a call before the faulty one, or as many as it takes to prepare what is called then."""
-        num_calls = plans.NUM_UNPREPARED if self.cell.prepared else 1
+        num_calls = prepared_calls.NUM_UNPREPARED if self.cell.prepared else 1
         calls = [KnownCall(self.cell.op, self.cell.group_size, seed=51 + i) for i in range(num_calls)]
         if self.cell.prepared:
             calls += [self._variant(call) for call in calls]
@@ -163,7 +163,7 @@ class _Rank:
         x, w = (self.guarded.copy_of(t) for t in call.inputs(self.rank))
         facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
         if self.cell.prepared and index == 0:
-            plans.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
+            prepared_calls.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
         meets_fault = self.is_victim and index == 0 and self.cell.fault in INJECTIONS
         try:
             with fusedcomm.force_algorithm(self.cell.algorithm):
@@ -188,7 +188,7 @@ class _Rank:
 
     def _at(self, step: str, fault: Fault) -> AbstractContextManager[Reached]:
         if self.cell.prepared:
-            return plans.at_op(self._workspaces()[0], step, fault)
+            return prepared_calls.at_op(self._workspaces()[0], step, fault)
         return replaced(BY_ALGORITHM[self.cell.algorithm][step], fault, *([ONLY[step]] if step in ONLY else []))
 
     @contextmanager
@@ -201,8 +201,8 @@ class _Rank:
             yield
 
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, by the same algorithm, or as many as it takes to prepare it again. The
-        other group must still work.
+        """A call after ``fusedcomm.reset``, planned as before, or as many as are prepared again. The other group must
+        still work.
         """
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),
@@ -210,7 +210,7 @@ class _Rank:
         )
         try:
             fusedcomm.reset(self.group)
-            for algorithm, group, call in calls * (plans.NUM_UNPREPARED + 1 if self.cell.prepared else 1):
+            for algorithm, group, call in calls * (prepared_calls.NUM_UNPREPARED + 1 if self.cell.prepared else 1):
                 with fusedcomm.force_algorithm(algorithm, strict=True):
                     result = call.run(*call.inputs(self.rank), group)
                 if wrong := call.wrong(result, self.rank):

@@ -16,7 +16,7 @@ import fusedcomm
 from fusedcomm.runtime import members
 from fusedcomm.runtime.workspace import Workspace
 from tests.faults.cells import MEET_S
-from tests.faults.plans import until_signalled
+from tests.faults.prepared_calls import until_signalled
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 

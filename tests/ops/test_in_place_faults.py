@@ -20,7 +20,7 @@ import fusedcomm
 from fusedcomm.ops import dispatch
 from fusedcomm.plan.chunk_matmul import PushedMatmul
 from fusedcomm.runtime.workspace import Workspace
-from tests.faults.plans import until_posted
+from tests.faults.prepared_calls import until_posted
 from tests.helpers.groups import member_of
 from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (

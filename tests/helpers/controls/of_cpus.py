@@ -13,7 +13,7 @@ MEMBERS = "fusedcomm/runtime/members.py"
 
 CONTROLS: dict[str, Control] = {
     # prepared calls
-    "arguments of a call that is prepared have storages of their own": Control(
+    "arguments of a call whose plan is kept have storages of their own": Control(
         PREPARED,
         "    args, kwargs = pytree.tree_map_only(Tensor, loaded().alias, (args, kwargs))  # x may be w\n",
         "",

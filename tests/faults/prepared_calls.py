@@ -1,6 +1,6 @@
-"""Faults in prepared calls, whose plans run in C++: a step is an op of torch, by its memory.
+"""Faults in prepared calls, which call no function of the package: a step is an op of torch, by its memory.
 
-All that the lab knows of native plans is here, but for `Cell.prepared`.
+All that the lab knows of plans is here, but for `Cell.prepared`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.faults.steps import CALL, CALLS, LATER_CALL, STOPPING, Fault, GoOn, R
 SLOTS = ("push", "signal", "read")  # about to write a chunk into a slot, about to signal it, about to read one
 IN_RESULTS = ("place", "mark")  # about to write a chunk into a peer's result, about to say so
 WAIT = "wait"  # a wait that is over soon stays in C++, and a longer one comes to Python
-NUM_UNPREPARED = 2  # calls in Python before a prepared one: the plan of the second is kept
+NUM_UNPREPARED = 3  # calls in Python before one is prepared: the first makes the workspace, the third makes the plan
 LATER_S = 0.3  # longer than a wait in C++
 
 _NO_TENSOR_HAS_IT = "TESTING_ONLY_GenericMode"  # a dispatch key before all others, also in C++
