@@ -30,7 +30,7 @@ from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
 from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, KnownCall, warm_results
-from tests.faults.steps import BY_ALGORITHM, CALL, ONLY, Fault, Reached, replaced
+from tests.faults.steps import CALL, Fault, Reached, at_step
 from tests.helpers.problems import OPS
 
 Around = Callable[[Cell], AbstractContextManager[object]]
@@ -189,7 +189,7 @@ class _Rank:
     def _at(self, step: str, fault: Fault) -> AbstractContextManager[Reached]:
         if self.cell.prepared:
             return prepared_calls.at_op(self._workspaces()[0], step, fault)
-        return replaced(BY_ALGORITHM[self.cell.algorithm][step], fault, *([ONLY[step]] if step in ONLY else []))
+        return at_step(self.cell.algorithm, step, fault)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,6 +89,11 @@ def reads_a_slot(execution: Any, work: Any, stream: Any) -> bool:
 
 
 ONLY = {"push": writes_a_slot, "read": reads_a_slot}  # which calls of the function are at the step
+
+
+def at_step(algorithm: str, step: str, fault: Fault) -> AbstractContextManager[Reached]:
+    """Inside, the first time that this process comes to the step of a call in Python, it meets ``fault``."""
+    return replaced(BY_ALGORITHM[algorithm][step], fault, ONLY.get(step, lambda *args: True))
 
 
 @contextmanager

@@ -76,7 +76,8 @@ def _late_reads(joined: bool) -> Iterator[None]:
 
     def copy_late(to: torch.Tensor, source: torch.Tensor) -> None:
         time.sleep(LATE_S)
-        to.copy_(source)
+        with torch.inference_mode():  # as the caller may be
+            to.copy_(source)
 
     def step_late(self: Execution, work: Any, stream: Stream) -> None:
         if isinstance(work, Signal) and joined:

@@ -27,7 +27,7 @@ from fusedcomm.ops import proof, table
 from fusedcomm.ops.whole_group import PROGRAMS
 from fusedcomm.runtime import topology
 from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.workspace import Round
+from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -126,7 +126,7 @@ def never_waits(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
     """It takes what lies in the slot. A part comes late, so that it lies there too late."""
     if rank == 0:
         time.sleep(0.2)
-    with mock.patch.object(Round, "wait", lambda self, src_rank: None):
+    with mock.patch.object(Workspace, "wait", lambda *args: None):
         return right(*args, **options)
 
 

@@ -9,17 +9,19 @@ import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
 import fusedcomm
 from fusedcomm.runtime import departures, members, workspace
 from fusedcomm.runtime.segment import LAST_WORDS_BYTES
+from tests.faults.steps import at_step
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS
@@ -82,19 +84,14 @@ def test_peers_hear_why_a_rank_has_left(rank: int, waits: bool, tmp_path: Path) 
 @on_ranks(2)
 def test_a_rank_that_ends_spoils_no_round_before(rank: int) -> None:
     """Rank 0 has yet to read what rank 1 has sent, which has completed the round and ends."""
-    received = workspace.Round.received
 
-    def slowly(self: workspace.Round, src_rank: int) -> torch.Tensor:
+    def late(go_on: Callable[[], Any]) -> Any:
         dist.barrier(group)  # behind the end of rank 1
-        return received(self, src_rank)
+        return go_on()
 
     with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 0:
-                patch.setattr(
-                    workspace.Round, "received", lambda self, src: slowly(self, src) if src else received(self, src)
-                )
+        with at_step("chunked", "read", late) if rank == 0 else nullcontext():
             check(group, HEADS, call(group, HEADS, 1), 1)
         if rank == 1:
             leave(group)

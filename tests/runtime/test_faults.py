@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from fusedcomm.launch.ranks import RankPool
 from fusedcomm.plan.schedule import Launch, Wait
 from fusedcomm.run.python_executor import Execution
 from fusedcomm.runtime import members, workspace
+from tests.faults.steps import at_step
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
@@ -233,17 +234,14 @@ def test_a_late_rank_gets_an_error_too(rank: int, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, tmp_path: Path) -> None:
     """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
-    received = workspace.Round.received
 
-    def late_received(self: workspace.Round, src_rank: int) -> torch.Tensor:
+    def late(go_on: Callable[[], Any]) -> Any:
         wait_until((tmp_path / "0 gave up").exists)
-        return received(self, src_rank)
+        return go_on()
 
     with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS, 0))
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                patch.setattr(workspace.Round, "received", late_received)
+        with at_step("chunked", "read", late) if rank == 1 else nullcontext():
             check(group, HEADS, call(group, HEADS, 1), 1)
         with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
             call(group, HEADS, 2)

@@ -88,7 +88,7 @@ def interrupt(rank: int, phase: str, group: Any) -> None:
         if phase == "rendezvous" and rank == 0:
             patch.setattr(members.Member, "_rendezvous", slow(members.Member._rendezvous))
         if phase == "copy-out" and rank == 1:
-            patch.setattr(workspace.Round, "received", slow(workspace.Round.received))
+            patch.setattr(workspace.Workspace, "end_round", slow(workspace.Workspace.end_round))
         dist.barrier(group)
         if rank == 1:
             with interrupted():
