@@ -22,12 +22,12 @@ from torch import Tensor
 
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError
-from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange, RoundSpans
+from fusedcomm.geometry.exchange import LEAST_COPIED, Exchange
 from fusedcomm.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.runtime import canaries, stream_writes, topology
 from fusedcomm.runtime.beside_kernels import beside_kernels
-from fusedcomm.runtime.captures import is_capturing, is_for_capture
+from fusedcomm.runtime.captures import is_for_capture
 from fusedcomm.runtime.departures import KILLED, Departures
 from fusedcomm.runtime.native_part import loaded
 from fusedcomm.runtime.outside_modes import outside_modes
@@ -164,9 +164,6 @@ class Workspace:
     def check_rank(self, rank: int) -> None:
         """Check a rank before memory is addressed by it: -1 would be another rank's, others outside all segments."""
         assert 0 <= rank < self.group_size, f"rank must be in [0, {self.group_size}), got {rank}"
-
-    def max_chunk_numel(self, itemsize: int) -> int:
-        return min(self.usable_bytes, MOST_SLOT_BYTES) // self.group_size // itemsize
 
     def memory_facts(self) -> Memory:
         limit = min(self.usable_bytes, MOST_SLOT_BYTES) // self.group_size
@@ -350,29 +347,6 @@ class Workspace:
         text = bytes(self.segment[start : start + LAST_WORDS_BYTES].tolist())
         return text.rstrip(b"\0").decode(errors="replace")
 
-    def rounds(self, call: Call, dtype: torch.dtype, max_chunk_numel: int = 0) -> Iterator[Round]:
-        """The rounds of a call that the host drives. Each round takes one epoch when it is complete."""
-        self.begin(call)
-        for spans in call.exchange.rounds(max_chunk_numel or self.max_chunk_numel(dtype.itemsize)):
-            with self.round(call, spans, dtype) as round:
-                yield round
-
-    def begin(self, call: Call) -> None:
-        """Start a call that the host drives, before its first round."""
-        assert not is_capturing(self.device), "the slots of a captured round would stay where they are"
-        assert not self.captured, "replays move the epoch, which the host would have to wait for"
-        self.enter(call.op, call.fingerprint)
-
-    @contextmanager
-    def round(self, call: Call, spans: RoundSpans, dtype: torch.dtype) -> Iterator[Round]:
-        """One round, which takes its epoch when the block is left without an exception."""
-        yield Round(self, self.epoch + 1, spans, dtype, call.op, call.fingerprint)
-        self.epoch += 1
-        if self.device.type == "cpu":
-            self._epoch_word().fill_(self.epoch)
-            self.check_peers(call.op, call.fingerprint, self.epoch)
-            self.posted_result = None
-
     def launched(self, captured: bool) -> None:
         """Count a round whose kernels are launched, or captured into a graph. Kernels count the epoch when they run."""
         self.captured |= captured
@@ -484,75 +458,3 @@ class Workspace:
         for dst in range(self.group_size):
             self._signal_broken(dst, self.rank, kind, epoch)
         self.check(op)
-
-
-@dataclass(frozen=True)
-class Round:
-    """One epoch of a host-driven call: views of the slots, signals and waits."""
-
-    workspace: Workspace
-    epoch: int
-    spans: RoundSpans
-    dtype: torch.dtype
-    op: str
-    fingerprint: int
-
-    def peers(self) -> list[int]:
-        return peers_of(self.workspace.rank, self.workspace.group_size)
-
-    def sources(self) -> list[int]:
-        return sources_of(self.workspace.rank, self.workspace.group_size)
-
-    def part(self, dst_rank: int) -> Tensor:
-        return self._chunk(dst_rank, self.workspace.rank, self.spans.at(dst_rank).pack.size)
-
-    def received(self, src_rank: int) -> Tensor:
-        """The chunk that src_rank has pushed into this rank's slot, flat."""
-        return self._chunk(self.workspace.rank, src_rank, self.spans.at(src_rank).unpack.size)
-
-    def post(self, result: Tensor) -> bool:
-        """Tell every peer where this round's result is, if they can write it there."""
-        workspace = self.workspace
-        place = None if workspace.results is None else workspace.results.place(result)
-        if place is None:
-            return False
-        if workspace.layout.guard_bytes:
-            workspace.posted_result = result
-        for peer in self.peers()[:-1]:
-            workspace.posts.post(peer, place, result.nbytes, self.flag_value)
-        return True
-
-    def all_have_posted(self) -> bool:
-        return all(self.workspace.posts.has_come(peer, self.flag_value) for peer in self.peers()[:-1])
-
-    def posted(self, dst_rank: int, num_bytes: int) -> Tensor | None:
-        """dst_rank's result of this round, flat, if this rank may write it."""
-        place, results = self.workspace.posts.find(dst_rank, num_bytes, self.flag_value), self.workspace.results
-        if place is None or results is None:
-            return None
-        found = results.at_peer(dst_rank, place, num_bytes)
-        return None if found is None else found.view(self.dtype)
-
-    def mark_in_place(self, dst_rank: int) -> None:
-        self.workspace.posts.mark(dst_rank, self.epoch)
-
-    def is_in_place(self, src_rank: int) -> bool:
-        return self.workspace.posts.is_marked(src_rank, self.epoch)
-
-    @property
-    def flag_value(self) -> int:
-        return self.epoch << FINGERPRINT_BITS | self.fingerprint
-
-    def signal(self, dst_rank: int) -> None:
-        self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
-
-    def wait(self, src_rank: int) -> None:
-        self.workspace.wait(src_rank, self.epoch, self.op, self.fingerprint)
-
-    def _chunk(self, owner: int, src_rank: int, numel: int) -> Tensor:
-        workspace = self.workspace
-        workspace.check_rank(owner)
-        workspace.check_rank(src_rank)
-        step = self.spans.chunk_numel * self.dtype.itemsize
-        start = workspace.layout.slot(self.epoch, workspace.slot_bytes) + src_rank * step
-        return workspace.buffers[owner][start : start + numel * self.dtype.itemsize].view(self.dtype)

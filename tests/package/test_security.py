@@ -358,7 +358,8 @@ def test_peer_indices_are_made_from_the_size_of_the_group(group_size: int) -> No
     for slot_bytes, itemsize in itertools.product((0, 128, 1000, 1 << 20), (2, 4)):
         num_bytes = Workspace.num_bytes(group_size, slot_bytes)
         each = (num_bytes - layout.header_bytes) // 2
-        workspace = SimpleNamespace(group_size=group_size, slot_bytes=each, usable_bytes=each)
-        last = group_size * Workspace.max_chunk_numel(workspace, itemsize) * itemsize
+        facts = {"rank": 0, "group_size": group_size, "segment_layout": layout.for_kernels}
+        workspace = SimpleNamespace(**facts, slot_bytes=each, usable_bytes=each)
+        last = group_size * (Workspace.memory_facts(workspace).max_chunk_bytes // itemsize) * itemsize
         ends = [layout.slot(epoch, workspace.slot_bytes) + last for epoch in (2, 1)]
         assert ends[0] <= layout.slot(1, workspace.slot_bytes) and ends[1] <= num_bytes

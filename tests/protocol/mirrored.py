@@ -7,8 +7,8 @@ from tests.protocol.mirrors import Mirrors
 MIRRORED: Mirrors = {
     "scenario.compile_script, _sends and _receives": {
         "fusedcomm/runtime/segment.py:HeaderLayout": ("flag slot post mark", "1c9c738f24f6"),
-        "fusedcomm/runtime/workspace.py:Workspace": ("rounds begin round launched handshake", "7292854beea7"),
-        "fusedcomm/runtime/workspace.py:Round": ("_chunk", "376bae364b30"),
+        "fusedcomm/runtime/workspace.py:Workspace": ("end_round launched handshake", "20386f20ce1c"),
+        "fusedcomm/plan/builder.py:Builder": ("chunk", "d7f62ea79c5e"),
         "fusedcomm/plan/chunked.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _multiply_from",
             "fc1b24e539fe",
@@ -85,14 +85,13 @@ MIRRORED: Mirrors = {
             "6ce18dc36fce",
         ),
         "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
-        "fusedcomm/runtime/workspace.py:Round": (
-            "post all_have_posted posted mark_in_place is_in_place",
-            "70fc5f9ac229",
-        ),
         "fusedcomm/runtime/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
         "fusedcomm/runtime/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
-        "kernels/cpu/plan.cpp": ("ask", "0812844d5fb4"),
-        "fusedcomm/runtime/workspace.py:Workspace": ("_retire_results fail _give_up abandon", "41631211582c"),
+        "kernels/cpu/tape.h": ("place", "4198202f6bb3"),
+        "fusedcomm/runtime/workspace.py:Workspace": (
+            "post all_have_posted posted _stamp _retire_results fail _give_up abandon",
+            "d0479e2f023b",
+        ),
         "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "06e3bc952c58"),
     },
 }
