@@ -35,7 +35,7 @@ ALL_REDUCE = Problem("in-place", (6, 5), 7, op="matmul_all_reduce", bias=True)
 IN_PLACE = [TO_ALL, RUNS, FEW_ROWS, EACH_SOURCE, LIST, SUMS, TAKES_ALL, EXCHANGED, HEADS, ALL_REDUCE]
 
 
-def without_tapes(patch: pytest.MonkeyPatch) -> None:
+def without_plans(patch: pytest.MonkeyPatch) -> None:
     """Groups that are made from here on run Python in each call."""
     patch.setattr(members.Member, "prepare_calls", lambda self: None)
 
@@ -45,7 +45,7 @@ def chunked_group(tapes: bool = True, **env: str) -> Iterator[Any]:
     """A group whose calls run `chunked`, and in Python each time if there are to be no ``tapes``."""
     with pytest.MonkeyPatch.context() as patch, fresh_group(**env) as group:
         if not tapes:
-            without_tapes(patch)
+            without_plans(patch)
         with fusedcomm.force_algorithm("chunked", strict=True):
             yield group
 

@@ -144,7 +144,7 @@ def wrong_element() -> Iterator[None]:
         yield
 
 
-ON_PLANS = (plans_without_waits, plans_without_long_waits, wrong_element)  # others are in functions that plans run past
+IN_PLANS = (plans_without_waits, plans_without_long_waits, wrong_element)  # others are in functions that plans run past
 
 
 def run_without(
@@ -152,7 +152,7 @@ def run_without(
 ) -> SoakOutcome:
     """Run a program under ``fault``, with many delays, and with prepared calls if they have it too."""
     with ExitStack() as patches:
-        if fault not in ON_PLANS:
+        if fault not in IN_PLANS:
             patches.enter_context(mock.patch.object(members.Member, "prepare_calls", lambda self: None))
         patches.enter_context(mock.patch.dict(worker.WAIT_S, cpu=wait_s))
         patches.enter_context(fault())

@@ -258,18 +258,18 @@ CONTROLS: dict[str, Control] = {
         TRAINING_CALLS,
         "at::GradMode::is_enabled() || ",
         "",
-        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[second_derivatives-packed-qkv]",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_plans[second_derivatives-packed-qkv]",
     ),
     "a backward under autocast has tapes of its own": Control(
         TRAINING_CALLS,
         "  Key key{at::autocast::is_autocast_enabled(at::kCPU) ? ",
         "  Key key{false ? ",
-        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[autocast_around_the_backward-packed-qkv]",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_plans[autocast_around_the_backward-packed-qkv]",
     ),
     "modes see a backward": Control(
         TRAINING_CALLS,
         "is_enabled() || !no_mode_is_on()) return in_python",
         "is_enabled()) return in_python",
-        "tests/ops/test_training.py::test_a_program_does_the_same_without_tapes[under_modes-packed-qkv]",
+        "tests/ops/test_training.py::test_a_program_does_the_same_without_plans[under_modes-packed-qkv]",
     ),
 }
