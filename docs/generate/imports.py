@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Lowest first: a room imports only rooms that stand before it. What is outside of the package stands above all.
 LAYERS = (
-    *("env", "errors", "files", "machine", "redact", "geometry", "reference"),
+    *("env", "errors", "files", "machine", "geometry", "reference"),
     *("kernels", "cost", "plan", "runtime", "run", "algorithms"),
     *("ops", "symm_mem", "parallel", "nn", "redistribution"),
     "__init__",  # what `import fusedcomm` offers

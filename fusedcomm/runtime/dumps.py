@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from fusedcomm import env, files, machine
 from fusedcomm.errors import text_of
-from fusedcomm.redact import redact
 from fusedcomm.runtime import flight_recorder, group
+from fusedcomm.runtime.redact import redact
 
 log = logging.getLogger("fusedcomm")
 

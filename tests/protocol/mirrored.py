@@ -17,7 +17,7 @@ MIRRORED: Mirrors = {
             "push_matmul push_reduce push_reduce_gather gather_matmul _push_sum _send _copy",
             "2aa28b888008",
         ),
-        "fusedcomm/runtime/launch_order.py": ("ordered", "c5d19c3f0e01"),
+        "fusedcomm/runtime/launch_order.py": ("ordered", "fd55578709e3"),
         "fusedcomm/algorithms/planner.py": ("_reject_uneven _reject_reason", "ce2c04d78d78"),
         "kernels/triton/rounds.py": (
             "next_round slot_of end_round report signal_peer source_rank wait_all",
@@ -54,7 +54,7 @@ MIRRORED: Mirrors = {
             "bf9d695d808b",
         ),
         "fusedcomm/run/calls.py": ("run", "835774f0df42"),
-        "kernels/cpu/prepared_calls.h": ("is_broken", "9960178bc941"),
+        "kernels/cpu/prepared_calls.h": ("is_broken", "70b0f922579d"),
         "kernels/cpu/prepared_calls.cpp": ("run", "b79db9fd5d84"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
         "kernels/triton/primitives.py": (
@@ -87,7 +87,7 @@ MIRRORED: Mirrors = {
         "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
         "fusedcomm/runtime/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
         "fusedcomm/runtime/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
-        "kernels/cpu/tape.h": ("place", "4198202f6bb3"),
+        "kernels/cpu/plan.cpp": ("ask", "0812844d5fb4"),
         "fusedcomm/runtime/workspace.py:Workspace": (
             "post all_have_posted posted _stamp _retire_results fail _give_up abandon",
             "d0479e2f023b",
