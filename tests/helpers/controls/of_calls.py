@@ -382,7 +382,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/runtime/group_member.py",
         "if self.plan_bytes > MOST_PLAN_BYTES:",
         "if False:",
-        "tests/ops/test_prepared.py::test_tapes_that_take_too_much_are_dropped",
+        "tests/ops/test_prepared.py::test_plans_that_take_too_much_are_dropped",
     ),
     "a call is for the rank that makes it": Control(
         "fusedcomm/ops/dispatch.py",
