@@ -69,7 +69,8 @@ class Seen:
             calls.refuse(key)
             return
         outputs = [_output(each, ran.returned) for each in (result if isinstance(result, tuple) else (result,))]
-        rescue = Rescue(self.call.op, fingerprint, workspace)
+        kernels = [workspace.kernels.get(id(step.work)) for step in ran.schedule.steps]
+        rescue = Rescue(self.call.op, fingerprint, workspace, kernels)
         calls.add(key, plan, outputs, fingerprint, self.kind, workspace, rescue)
         if (ours := known_member(self.kind.group_name, self.kind.device)) is not None:
             ours.count_plan(len(ran.schedule.steps) * STEP_BYTES)
@@ -95,26 +96,24 @@ def _output(result: Any, returned: Sequence[Tensor]) -> int | list[int]:
 
 @dataclass
 class Rescue:
-    """What a prepared call asks for when a peer is late or something fails."""
+    """The way of a prepared call back to Python, when a peer is late or something fails."""
 
     op: str
     fingerprint: int
-    workspace: Workspace | None
+    workspace: Workspace
+    kernels: Sequence[Any] = ()  # whose functions the plan launches: Triton unloads one with its CompiledKernel
 
     def wait(self, src_rank: int, epoch: int, call_number: int) -> None:
         """Wait for a signal as long as it may take, or raise what has happened instead."""
-        assert self.workspace is not None
         self.workspace.call_number = call_number
         self.workspace.wait(src_rank, epoch, self.op, self.fingerprint)
 
     def check(self, epoch: int) -> None:
         """Raise what peers have found by round ``epoch``."""
-        assert self.workspace is not None
         self.workspace.check_peers(self.op, self.fingerprint, epoch)
 
     def abandon(self, error: BaseException) -> None:
         """Tell the peers that the call was left half way."""
-        assert self.workspace is not None
         self.workspace.abandon(self.op, error)
 
     @staticmethod
