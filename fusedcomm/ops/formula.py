@@ -54,7 +54,10 @@ class Formula:
     @cached_property
     def function(self) -> type[torch.autograd.Function]:
         """`torch.library.register_autograd` gives no gradients for Tensor?[]."""
-        functions = {"forward": staticmethod(self.forward), "backward": staticmethod(self.backward)}
+        functions = {  # no methods, which Dynamo does not take
+            "forward": staticmethod(lambda ctx, *flat: self.forward(ctx, *flat)),
+            "backward": staticmethod(lambda ctx, *grads: self.backward(ctx, *grads)),
+        }
         return type(f"{self.spec.name}_", (torch.autograd.Function,), functions)
 
     def flat(self, args: Sequence[Any]) -> list[Any]:
