@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm.errors import text_of
 from fusedcomm.run.native_plan import Source, load
-from fusedcomm.run.packing import NotPackableError
 from fusedcomm.runtime import dumps
 from fusedcomm.runtime.members import known_member
 from fusedcomm.runtime.native_part import loaded
@@ -64,7 +63,7 @@ class Seen:
         workspace, fingerprint = self.call.workspace, self.call.fingerprint
         try:
             plan = load(ran.schedule, workspace, fingerprint, sources)
-        except NotPackableError as error:
+        except Exception as error:  # the call is over, and its peers have what they need
             log.debug("a call of %s is not prepared: %s", self.call.op, error)
             calls.refuse(key)
             return

@@ -269,7 +269,7 @@ class Member:
             return
         self.plan_bytes = 0
         with self.lock:  # a thread may be in a call
-            if self.workspace is None:
+            if self.workspace is None or self.retired:  # each call looks whether a replay has failed
                 self.prepared.clear(self.resets)
             else:
                 self.prepared.begin(self.resets, *self.workspace.for_plans())

@@ -123,6 +123,10 @@ class ErrorRecord:
     def filled(self) -> bool:
         return self._state.value == 2
 
+    def begin(self) -> None:
+        """Tell plans of the native part, which look at the state alone, that the workspace is dead."""
+        self._state.value = self._state.value or 1
+
     @property
     def epoch(self) -> int:
         return int(self.words[2])

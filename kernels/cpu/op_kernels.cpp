@@ -3,8 +3,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/DispatchKeySet.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "plan_bindings.h"
@@ -62,6 +64,8 @@ size_t index_of_group_name(const c10::OperatorHandle& op) {
 // Whether a call on a GPU must run in Python: a CUDA graph is captured, or will be (`before_capture`).
 bool is_for_capture(c10::Device device) {
   if (num_warm_ups > 0) return true;
+  const c10::DeviceGuard on_device(device);
+  Driver::get().ensure_context(device.index());
   const c10::impl::VirtualGuardImpl guard(device.type());
   return Driver::get().is_capturing(guard.getStreamNativeHandle(guard.getStream(device)));
 }
@@ -70,7 +74,8 @@ bool is_for_capture(c10::Device device) {
 class OpKernel final : public c10::OperatorKernel {
  public:
   OpKernel(int64_t id, const c10::OperatorHandle& op, py::object kernel, py::object record)
-      : id_(id), group_name_(index_of_group_name(op)), kernel_(std::move(kernel)), record_(std::move(record)) {}
+      : id_(id), group_name_(index_of_group_name(op)), writes_out_(op.operator_name().overload_name == "out"), kernel_(std::move(kernel)),
+        record_(std::move(record)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, std::vector<c10::IValue>* stack) {
     const size_t num_arguments = op.schema().arguments().size();
@@ -82,7 +87,8 @@ class OpKernel final : public c10::OperatorKernel {
     const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
     Key key{calls->generation(), id_, forced_algorithm, static_cast<int64_t>(precision)};
     std::vector<at::Tensor> tensors;
-    if (!make_key(arguments, key, tensors)) return run_python(op, *stack);
+    if (!make_key(arguments, key, tensors) || !all_on(device, tensors)) return run_python(op, *stack);
+    const at::Tensor out = writes_out_ ? tensors.back() : at::Tensor();
     const auto [call, is_known] = calls->find(key);
     if (call != nullptr) {
       std::vector<c10::IValue> results;
@@ -90,16 +96,27 @@ class OpKernel final : public c10::OperatorKernel {
       stack->resize(stack->size() - num_arguments);
       for (auto& result : results) stack->push_back(std::move(result));
       stay_if_interpreter_ends();
+      bump_version(out);
     } else if (is_known) {
       call_python(op, *stack, [&, &key = key](const py::tuple& args, const py::dict& kwargs) {
         return record_.get()(kernel_.get(), calls, std::vector<int64_t>(key.begin(), key.end()), args, kwargs);
       });
+      bump_version(out);
     } else {
       run_python(op, *stack);
     }
   }
 
  private:
+  static bool all_on(c10::Device device, const std::vector<at::Tensor>& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.device() == device; });
+  }
+
+  // Autograd does so where it is there, and inference mode leaves it out.
+  static void bump_version(const at::Tensor& out) {
+    if (out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+  }
+
   bool make_key(c10::ArrayRef<c10::IValue> arguments, Key& key, std::vector<at::Tensor>& tensors) const {
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (i != group_name_ && !add_to_key(arguments[i], key, tensors)) return false;
@@ -114,6 +131,7 @@ class OpKernel final : public c10::OperatorKernel {
 
   int64_t id_;
   size_t group_name_;
+  bool writes_out_;  // into its last tensor
   PythonObject kernel_;
   PythonObject record_;
 };

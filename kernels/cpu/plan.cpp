@@ -12,6 +12,8 @@
 
 #include <algorithm>
 
+#include "gil.h"
+
 namespace fusedcomm {
 namespace {
 
@@ -93,7 +95,11 @@ class Plan::Run {
   void steps() {
     if (!streams_) return in_order();
     LaunchOrder& order = *plan_.device_.order;
-    const std::lock_guard<std::recursive_mutex> guard(order.mutex());
+    std::unique_lock<std::recursive_mutex> guard(order.mutex(), std::try_to_lock);
+    if (!guard.owns_lock()) {  // its owner may wait for the GIL
+      const WithoutGil gil;
+      guard.lock();
+    }
     order.begin(streams_->main());
     try {
       in_order();
