@@ -47,8 +47,11 @@ at::Tensor exchange(const at::Tensor& t, int64_t gather_dim, int64_t scatter_dim
 }
 
 at::Tensor all_gather(const at::Tensor& t, int64_t dim, const CallFacts& call) {
-  const at::Tensor gathered = waited("_c10d_functional::all_gather_into_tensor",
-                                     {t.contiguous(), call.group_size, call.group_name});
+  const at::Tensor sent = t.contiguous();
+  std::vector<int64_t> sizes = t.sizes().vec();
+  sizes[0] *= call.group_size;
+  const at::Tensor gathered = waited("_c10d_functional::all_gather_into_tensor_out",
+                                     {sent, call.group_size, call.group_name, sent.new_empty(sizes)});
   return dim == 0 ? gathered : joined(blocks_of(gathered, 0, call.group_size), dim);
 }
 

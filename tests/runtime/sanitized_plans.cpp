@@ -150,7 +150,8 @@ std::shared_ptr<PreparedCalls> prepare(Ranks& ranks, int64_t rank) {
   ranks.groups.push_back(c10::make_intrusive<c10d::ProcessGroup>(static_cast<int>(rank), static_cast<int>(kRanks)));
   c10d::register_process_group(name_of(rank), ranks.groups.back());
   const py::object counters = py::module_::import("array").attr("array")("q", std::vector<int64_t>{0});
-  const auto calls = std::make_shared<PreparedCalls>(name_of(rank), std::make_shared<CallLock>(), py::buffer(counters));
+  const auto calls = std::make_shared<PreparedCalls>(name_of(rank), c10::Device(c10::kCPU), std::make_shared<CallLock>(),
+                                                     py::buffer(counters));
   PreparedCalls::enlist(calls);
   const auto context = ranks.context(rank);
   calls->clear(context, 0);
@@ -173,7 +174,7 @@ void make_calls(const Ranks& ranks, int64_t rank, bool same, std::atomic<int>& n
     const int value = same ? 0 : number;
     const at::Tensor argument = at::empty({kNumel}, at::kInt);
     std::fill_n(argument.data_ptr<int>(), kNumel, value * static_cast<int>(kRanks) + static_cast<int>(rank));
-    const auto calls = PreparedCalls::of(name_of(rank));
+    const auto calls = PreparedCalls::of(name_of(rank), c10::Device(c10::kCPU));
     const auto [call, is_known] = calls->find(Key{calls->generation()});
     std::vector<c10::IValue> results;
     TORCH_CHECK(call != nullptr && calls->run(*call, {argument}, results));
