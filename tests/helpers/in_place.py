@@ -41,10 +41,10 @@ def without_plans(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def chunked_group(tapes: bool = True, **env: str) -> Iterator[Any]:
-    """A group whose calls run `chunked`, and in Python each time if there are to be no ``tapes``."""
+def chunked_group(plans: bool = True, **env: str) -> Iterator[Any]:
+    """A group whose calls run `chunked`, and in Python each time if there are to be no ``plans``."""
     with pytest.MonkeyPatch.context() as patch, fresh_group(**env) as group:
-        if not tapes:
+        if not plans:
             without_plans(patch)
         with fusedcomm.force_algorithm("chunked", strict=True):
             yield group

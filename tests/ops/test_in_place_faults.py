@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.ops import dispatch
-from fusedcomm.plan.chunk_matmul import PushedMatmul
+from fusedcomm.run import python_executor
 from fusedcomm.runtime.workspace import Workspace
 from tests.faults.prepared_calls import until_posted
 from tests.helpers.groups import member_of
@@ -51,27 +51,27 @@ def stopped(original: Callable[..., Any], pid: int) -> Callable[..., Any]:
 
 
 @contextmanager
-def matmuls_stop(tapes: bool) -> Iterator[None]:
-    """This process is stopped where it begins to write a chunk, in Python or on a tape."""
+def matmuls_stop(plans: bool) -> Iterator[None]:
+    """This process is stopped where it begins to write a chunk, in Python or in a native plan."""
 
     def product(x: Tensor, w: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_((x[:, :, None] * w).sum(1))
 
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        if tapes:
+        if plans:
             library = torch.library.Library("aten", "IMPL")
             stack.callback(library._destroy)
             library.impl("mm.out", stopped(product, os.getpid()), "CPU", allow_override=True)
         else:
-            patch.setattr(PushedMatmul, "__call__", stopped(PushedMatmul.__call__, os.getpid()))
+            patch.setattr(python_executor, "multiply", stopped(python_executor.multiply, os.getpid()))
         yield
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
-def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> None:
+@pytest.mark.parametrize("plans", [True, False], ids=["prepared", "python"])
+def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, plans: bool) -> None:
     """Rank 1 has found rank 0's post, and is stopped until rank 0 has timed out and has taken new results."""
-    with chunked_group(tapes, TIMEOUT_S="20") as group:
+    with chunked_group(plans, TIMEOUT_S="20") as group:
         warm_up(group, TO_ALL)
         workspace = member_of(group).workspace
         held = results_of(group, TO_ALL)
@@ -80,10 +80,10 @@ def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> N
         if rank == 0:
             workspace.timeout_s = 0.2
         after_peers(group, 1)
-        with matmuls_stop(tapes) if rank else nullcontext(), python_calls() as ran:
+        with matmuls_stop(plans) if rank else nullcontext(), python_calls() as ran:
             with pytest.raises(fusedcomm.PeerError):
                 results_of(group, TO_ALL, 1)
-            assert bool(ran) != tapes
+            assert bool(ran) != plans
         if rank == 0:
             later = [workspace.results.empty(held[0].shape, torch.float32).fill_(7) for _ in range(3)]
         dist.barrier(group)
@@ -97,11 +97,11 @@ def test_a_stopped_peer_writes_into_no_later_tensor(rank: int, tapes: bool) -> N
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
-def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, tapes: bool) -> None:
+@pytest.mark.parametrize("plans", [True, False], ids=["prepared", "python"])
+def test_calls_that_differ_write_into_no_result_of_the_other(rank: int, plans: bool) -> None:
     """Both results have the same size, and both ranks have posted."""
     other = Problem("other", (3, 5), 14, 0, 1)
-    with chunked_group(tapes) as group:
+    with chunked_group(plans) as group:
         warm_up(group, TO_ALL, other)
         after_peers(group, 1)
         with pytest.raises(fusedcomm.PeerMismatchError):
@@ -118,10 +118,10 @@ SMALL, LARGE = Problem("small", (512, 5), 4, 0, 1), Problem("large", (4096, 5), 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("tapes", [True, False], ids=["prepared", "python"])
-def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, tapes: bool) -> None:
+@pytest.mark.parametrize("plans", [True, False], ids=["prepared", "python"])
+def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, plans: bool) -> None:
     """A fingerprint has 24 bits. What two such calls give is wrong, but other tensors stay as they are."""
-    with pytest.MonkeyPatch.context() as patch, chunked_group(tapes) as group:
+    with pytest.MonkeyPatch.context() as patch, chunked_group(plans) as group:
         patch.setattr(dispatch, "fingerprint_of", lambda *facts: 5)
         warm_up(group, LARGE, SMALL)
         results = member_of(group).workspace.results
@@ -178,7 +178,7 @@ def test_an_exception_between_post_and_signal(rank: int) -> None:
     def fail(*args: Any) -> None:
         raise MemoryError
 
-    with chunked_group(tapes=False, TIMEOUT_S="20") as group:
+    with chunked_group(plans=False, TIMEOUT_S="20") as group:
         warm_up(group, TO_ALL)
         results = member_of(group).workspace.results
         with pytest.MonkeyPatch.context() as fails:
