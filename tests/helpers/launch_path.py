@@ -37,7 +37,7 @@ from fusedcomm.ops import dispatch
 from fusedcomm.plan import launches
 from fusedcomm.plan.schedule import Described
 from fusedcomm.run import launching, python_executor
-from fusedcomm.runtime import stream_writes
+from fusedcomm.runtime import launch_order, stream_writes
 from fusedcomm.runtime.group_member import Member
 from fusedcomm.runtime.topology import Topology
 from fusedcomm.runtime.workspace import Workspace
@@ -84,6 +84,7 @@ class LaunchPath:
 
     def __init__(self, folder: Path, arch: int) -> None:
         dist.init_process_group("fake", rank=RANK, world_size=GROUP_SIZE, store=FakeStore())
+        launch_order.native = None  # which takes torch's own streams alone
         self.gpu = PretendedGpu(arch)
         self.device = FakeDriver(folder, arch, self.gpu.tensors, self.gpu.streams)
         from triton.backends.nvidia.driver import CudaDriver

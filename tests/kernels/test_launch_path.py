@@ -143,7 +143,7 @@ def test_wrong_arguments_break_their_rule(arguments: list[Argument], tensors: li
 
 
 PLANTED = {
-    "stride": "tensor map strides",
+    "stride": "strides must be 16-byte aligned",  # Triton's descriptor says so first
     "address": "tensor map address: it must be a multiple of 16",
     "end": "tensor map address: it must lie in a tensor",
     "box": "tensor map box: its sizes",
