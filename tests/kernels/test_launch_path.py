@@ -144,7 +144,7 @@ def test_wrong_arguments_break_their_rule(arguments: list[Argument], tensors: li
 
 PLANTED = {
     "stride": "strides must be 16-byte aligned",  # Triton's descriptor says so first
-    "address": "tensor map address: it must be a multiple of 16",
+    "address": "base must be 16-byte aligned",
     "end": "tensor map address: it must lie in a tensor",
     "box": "tensor map box: its sizes",
     "swizzle": "tensor map swizzle: a row",
