@@ -15,12 +15,13 @@ from fusedcomm.runtime.workspace import Call
 
 
 class Planned:
-    """``programs``: the module of plan that has the algorithm's four programs. ``needs_w``: also where x is the product
-    already.
+    """``programs``: the module of plan that has the algorithm's four programs.
+
+    Without w, x is the product already.
     """
 
-    def __init__(self, programs: ModuleType, *, needs_w: bool) -> None:
-        self.programs, self.needs_w = programs, needs_w
+    def __init__(self, programs: ModuleType) -> None:
+        self.programs = programs
 
     def push_matmul(self, call: Call, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         return calls.run(call, self.programs.push_matmul, x, w, bias, out)[0]
@@ -35,8 +36,8 @@ class Planned:
         partial_bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        operands = x, self._factor(x, w), bias, partial_bias, out
-        return calls.run(call, self.programs.push_reduce, *operands, scale=scale)[0]
+        programs, w = (self.programs, w) if w is not None else self._of_product(call, x)
+        return calls.run(call, programs.push_reduce, x, w, bias, partial_bias, out, scale=scale)[0]
 
     def push_reduce_gather(
         self,
@@ -48,8 +49,8 @@ class Planned:
         partial_bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        operands = x, self._factor(x, w), bias, partial_bias, out
-        return calls.run(call, self.programs.push_reduce_gather, *operands, scale=scale)[0]
+        programs, w = (self.programs, w) if w is not None else self._of_product(call, x)
+        return calls.run(call, programs.push_reduce_gather, x, w, bias, partial_bias, out, scale=scale)[0]
 
     def gather_matmul(
         self, call: Call, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], return_gathered: bool
@@ -57,9 +58,13 @@ class Planned:
         results = calls.run(call, self.programs.gather_matmul, x, ws, biases, return_gathered=return_gathered)
         return results[: len(ws)], results[-1] if return_gathered else None
 
-    def _factor(self, x: Tensor, w: Tensor | None) -> Tensor | None:
-        """w, or the factor that leaves an x that is the product already as it is."""
-        return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) if w is None and self.needs_w else w
+    def _of_product(self, call: Call, x: Tensor) -> tuple[ModuleType, Tensor | None]:
+        """The programs of `chunked`, which copy x: on the wire that is the same. A CUDA graph would fix their slots, so
+        kernels multiply by an identity there, which makes NaN of a row with an inf.
+        """
+        if not call.workspace.device_facts().for_capture:
+            return chunked_programs, None
+        return self.programs, torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
-chunked, fused = Planned(chunked_programs, needs_w=False), Planned(fused_programs, needs_w=True)
+chunked, fused = Planned(chunked_programs), Planned(fused_programs)

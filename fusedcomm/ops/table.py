@@ -142,6 +142,18 @@ def _gathered(args: Arguments) -> tuple[Any, ...]:
     return args.x, args.ws, args.biases, args.return_gathered
 
 
+PROGRAMS: dict[str, Any] = {"unfused": unfused, "chunked": chunked, "fused": fused, "pipelined": pipelined}
+
+
+def _all_have(program: str) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(each, program) for name, each in PROGRAMS.items()}
+
+
+def _padded(*names: str) -> dict[str, Callable[..., Any]]:
+    """With rows that R does not divide."""
+    return {name: partial(padded_rows.push_reduce_gather, PROGRAMS[name].push_reduce_gather) for name in names}
+
+
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
 SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
 GROUP = "int group_size, str group_name"
@@ -152,12 +164,7 @@ MATMUL_ALL_TO_ALL = OpSpec(
     f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> Tensor",
     geometry=exchanges.matmul_all_to_all,
     operands=_pushed,
-    algorithms={
-        "unfused": unfused.push_matmul,
-        "chunked": chunked.push_matmul,
-        "fused": fused.push_matmul,
-        "pipelined": pipelined.push_matmul,
-    },
+    algorithms=_all_have("push_matmul"),
     function=matmul_all_to_all.matmul_all_to_all,
     save=matmul_all_to_all.save,
     backward=matmul_all_to_all.backward,
@@ -168,12 +175,7 @@ ALL_TO_ALL_MATMUL = OpSpec(
     f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> (Tensor, Tensor)",
     geometry=exchanges.all_to_all_matmul,
     operands=_gathered,
-    algorithms={
-        "unfused": unfused.gather_matmul,
-        "chunked": chunked.gather_matmul,
-        "fused": fused.gather_matmul,
-        "pipelined": pipelined.gather_matmul,
-    },
+    algorithms=_all_have("gather_matmul"),
     function=all_to_all_matmul.all_to_all_matmul,
     save=all_to_all_matmul.save,
     backward=all_to_all_matmul.backward,
@@ -185,12 +187,7 @@ ALL_GATHER_MATMUL = OpSpec(
     f"{GATHER}, int? rank, {GROUP}) -> (Tensor[], Tensor)",
     geometry=exchanges.all_gather_matmul,
     operands=_gathered,
-    algorithms={
-        "unfused": unfused.gather_matmul,
-        "chunked": chunked.gather_matmul,
-        "fused": fused.gather_matmul,
-        "pipelined": pipelined.gather_matmul,
-    },
+    algorithms=_all_have("gather_matmul"),
     function=all_gather_matmul.all_gather_matmul,
     save=all_gather_matmul.save,
     backward=all_gather_matmul.backward,
@@ -202,12 +199,7 @@ MATMUL_REDUCE_SCATTER = OpSpec(
     "Tensor? partial_bias=None) -> Tensor",
     geometry=exchanges.matmul_reduce_scatter,
     operands=_reduced,
-    algorithms={
-        "unfused": unfused.push_reduce,
-        "chunked": chunked.push_reduce,
-        "fused": fused.push_reduce,
-        "pipelined": pipelined.push_reduce,
-    },
+    algorithms=_all_have("push_reduce"),
     function=matmul_reduce_scatter.matmul_reduce_scatter,
     save=matmul_reduce_scatter.save,
     backward=matmul_reduce_scatter.backward,
@@ -219,12 +211,7 @@ MATMUL_ALL_REDUCE = OpSpec(
     geometry=exchanges.matmul_all_reduce,
     result_shape=exchanges.all_reduced,
     operands=_reduced,
-    algorithms={
-        "unfused": unfused.push_reduce_gather,
-        "chunked": partial(padded_rows.push_reduce_gather, chunked.push_reduce_gather),
-        "fused": partial(padded_rows.push_reduce_gather, fused.push_reduce_gather),
-        "pipelined": partial(padded_rows.push_reduce_gather, pipelined.push_reduce_gather),
-    },
+    algorithms=_all_have("push_reduce_gather") | _padded("chunked", "fused", "pipelined"),
     function=matmul_all_reduce.matmul_all_reduce,
     save=matmul_all_reduce.save,
     backward=matmul_all_reduce.backward,
