@@ -1,4 +1,4 @@
-"""What the benches of this folder share: options, ratios within rounds, goals, and the run from ranks to JSON.
+"""The common part of the benches in this folder: options, ratios within rounds, goals, and the run from ranks to JSON.
 
 On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
 fusedcomm's ops ask for huge pages for their results: part of the speed-up is page faults saved, and an op can be faster

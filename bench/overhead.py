@@ -290,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace, world_size: int) -> str | None:
-    """What is wrong with the arguments, or None; else it would come up in the ranks, or after all is measured."""
+    """The fault of the arguments, or None; else it would come up in the ranks, or after all is measured."""
     if problem := world.cannot_start("cpu", world_size, args.oversubscribe):
         return problem
     if world_size < 2:

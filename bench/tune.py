@@ -1,4 +1,4 @@
-"""What `fusedcomm tune` measures: the constants of `cost` on this machine, in the ranks of a group, all at once.
+"""The measurements of `fusedcomm tune`: the constants of `cost` on this machine, in the ranks of a group, all at once.
 
     matmul      the rate is the median over sizes, whole and cut as chunks are; the bandwidth of memory comes from few
                 rows and from few columns, the overhead from a tiny matmul
@@ -336,7 +336,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _of_a_piece(data: OpData, dtype: str, without: Constants, t: float) -> float:
-    """What a piece of the call takes beside its estimate, chunks included."""
+    """The time of a piece of the call beside its estimate, chunks included."""
     with force_algorithm("pipelined"):
         num_pieces = data.plan().num_rounds
     op, exchange = data.bench.op, exchange_of(data.bench.op, data.size, data.num_ranks)

@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def spoken(line: dict[str, Any]) -> str | None:
-    """What the terminal shows of a line."""
+    """The visible part of a line."""
     if "summary" in line:
         return _closing(line["summary"])
     if "case" in line:
@@ -86,7 +86,7 @@ def machine_of(results: Sequence[PartResult]) -> dict[str, Any] | None:
 
 
 def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any]:
-    """What the run has shown, with the GPU, its driver, versions, commit and command."""
+    """The run's findings, with the GPU, its driver, versions, commit and command."""
     on_gpu = run["device"] == "cuda"
     recorded = committed.record(results, run, machine_of(results))
     return {

@@ -63,7 +63,7 @@ def budget_s(parts: Collection[Part], device: str) -> float:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a row of docs/status.md may say on GPUs once all cases that match ``cases`` ("part/case") have passed."""
+    """The claim of a row of docs/status.md on GPUs once all cases that match ``cases`` ("part/case") have passed."""
 
     says: str
     cases: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What users run first, and the tests that need a GPU. One GPU tells nothing of several, which the selftest needs."""
+"""A user's first commands, and the tests that need a GPU. One tells nothing of several, which the selftest needs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Job = Callable[[], Any]
 
 
 class Target(NamedTuple):
-    """What decides how kernels are compiled. ``table`` is the key of the tables of tile sizes."""
+    """The facts that kernels are compiled for. ``table`` is the key of the tables of tile sizes."""
 
     arch: int
     table: int
@@ -123,7 +123,7 @@ def _calls(calls: list[GpuCall]) -> Iterator[tuple[str, Job]]:
 
 
 def _signals(group_size: int) -> None:
-    """What `chunked` launches beside the kernels of `fused`."""
+    """The launches of `chunked` beside the kernels of `fused`."""
     own = VirtualGroup(group_size, 128, META).workspaces[0]
     launch_now.begin_push(own)
     launch_now.signal(own, None, FINGERPRINT)

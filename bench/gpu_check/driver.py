@@ -43,7 +43,7 @@ class Part:
 
 @dataclass
 class PartResult:
-    """What became of a part. ``names`` are its cases, as far as it said them; ``cases`` has the result of each."""
+    """The outcome of a part. ``names`` are its cases, as far as it said them; ``cases`` has the result of each."""
 
     part: str
     names: list[str] = field(default_factory=list)

@@ -31,7 +31,7 @@ OPS = list(VERBS)
 
 @dataclass(frozen=True)
 class GpuInputs:
-    """What one rank gives."""
+    """The contribution of one rank."""
 
     x: Tensor
     ws: list[Tensor]
@@ -188,7 +188,7 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _exchanged(blocks: Sequence[Sequence[Tensor]], gather_dim: int) -> list[Tensor]:
-    """What every dst gets of ``blocks[src][dst]``."""
+    """The blocks of every dst of ``blocks[src][dst]``."""
     return [torch.cat([each[rank] for each in blocks], gather_dim) for rank in range(len(blocks))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import zip_longest
@@ -66,6 +67,7 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
     workspace = join(group_size, SLOT_BYTES, DEVICE)
     user = torch.cuda.Stream(DEVICE)
     before = torch.cuda.current_device()
+    yield {"case": "a call of a thread without a context", "wrong": [*in_fresh_thread(group_size)]}
     for name, call, inputs in cases(group_size):
         for algorithm in ("fused", "chunked"):
             with force_algorithm(algorithm, strict=True):
@@ -81,6 +83,14 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
                 }
                 missed = [*missed_defects(driver, call, inputs, workspace, user, trace)]
                 yield {"case": f"{algorithm} {name}, with defects planted", "wrong": missed}
+
+
+def in_fresh_thread(group_size: int) -> Iterator[str]:
+    """An error of a call that is the first work of its thread. torch asks CUDA's runtime nothing for default streams."""
+    _, call, inputs = next(cases(group_size))
+    with ThreadPoolExecutor(1) as threads, force_algorithm("fused", strict=True):
+        if error := threads.submit(call, *inputs).exception():
+            yield str(error)
 
 
 def trace_of(driver: Driver, call: Call, inputs: list[Tensor], user: torch.cuda.Stream) -> Trace:

@@ -84,7 +84,7 @@ class Plan:
 
 
 class Facts(Protocol):
-    """What the planner knows of a group on a device, equal on all ranks: a `Member`, without its memory."""
+    """The planner's facts of a group on a device, equal on all ranks: a `Member`, without its memory."""
 
     device: torch.device
     topology: Any  # what the group has voted

@@ -58,7 +58,7 @@ def _seconds(call: TimedCall, num_pieces: int, backend_sums: bool) -> float:
 
 
 def _matmuls(call: TimedCall, num_pieces: int) -> float:
-    """Of one piece: R of a chunk each, or one where K is gathered."""
+    """The matmuls of one piece: R of a chunk each, or one where K is gathered."""
     if call.share.at_once:
         return 0.0
     if call.exchange.gathers and call.exchange.splits_columns:
@@ -69,7 +69,7 @@ def _matmuls(call: TimedCall, num_pieces: int) -> float:
 
 
 def _placing(call: TimedCall, num_pieces: int, backend_sums: bool) -> float:
-    """What is packed, unpacked and added for one piece."""
+    """The bytes packed, unpacked and added for one piece."""
     unpack, num_bytes, kind, at_once = (
         call.constants.unpack,
         call.chunk_bytes / num_pieces,

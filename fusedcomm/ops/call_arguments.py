@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
 
     @property
     def shapes(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Those of x and w, as the other ranks are to have them."""
+        """The gradients of x and w, as the other ranks are to have them."""
         if self.k is None:
             return self.x.shape, self.w.shape
         return (*self.x.shape[:-1], self.k), (self.k, self.n)

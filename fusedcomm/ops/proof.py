@@ -136,7 +136,7 @@ def _by_workspace(
     problems: list[ExactProblem],
     dtype: torch.dtype,
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
-    """What this rank gets from the problems."""
+    """This rank's results of the problems."""
     workspace = own.workspace
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote

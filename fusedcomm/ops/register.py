@@ -88,7 +88,7 @@ def _fake(spec: OpSpec, *args: Any, out: Tensor | None = None) -> Any:
 
 
 def _autograd(formula: Formula, *args: Any) -> Any:
-    """Where an argument requires grad or has a tangent, and, without the native part, everywhere."""
+    """The kernel where an argument requires grad or has a tangent, and, without the native part, everywhere."""
     spec = formula.spec
     refuse_tangents(spec.name, *args)
     args = *args, *[*spec.arguments.values()][len(args) :]  # torch leaves out defaults at the end

@@ -234,12 +234,12 @@ class Builder:
         return self._last[stream]
 
     def after(self, stream: Stream, event: int) -> None:
-        """What follows on the stream comes after the event."""
+        """Work that follows on the stream comes after the event."""
         with self.on(stream):
             self.add(Await(event))
 
     def join(self, stream: Stream, other: Stream) -> None:
-        """What follows on ``stream`` comes after all that is on ``other``."""
+        """Work that follows on ``stream`` comes after all of ``other``."""
         self.after(stream, self.event(other))
 
     def finish(self, *returned: Tensor) -> Schedule:

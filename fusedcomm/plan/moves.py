@@ -57,7 +57,7 @@ class Moves:
             s.join(READS, MAIN)
 
     def end(self) -> None:
-        """What follows the call comes after all of it."""
+        """Work that follows the call comes after all of it."""
         if self.s.device.is_gpu:
             self.s.join(MAIN, SENDS)
             self.s.join(MAIN, READS)
@@ -293,5 +293,5 @@ class Moves:
 
 
 def _in_result(spans: RoundSpans, src_rank: int, out: Tensor) -> Tensor:
-    """Where src_rank's chunk belongs in the result, as runs (outer, inner)."""
+    """The place of src_rank's chunk in the result, as runs (outer, inner)."""
     return spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)

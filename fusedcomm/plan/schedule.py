@@ -161,7 +161,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Await:
-    """What follows on the stream comes after the event."""
+    """Work that follows on the stream comes after the event."""
 
     event: int
 

@@ -123,7 +123,7 @@ class ErrorRecord:
     def filled(self) -> bool:
         return self._state.value == 2
 
-    def begin(self) -> None:
+    def mark_dead(self) -> None:
         """Tell plans of the native part, which look at the state alone, that the workspace is dead."""
         self._state.value = self._state.value or 1
 

@@ -293,7 +293,7 @@ class Workspace:
     def abandon(self, op: str, error: BaseException) -> None:
         """Break the workspace for all, as this rank leaves a call half way."""
         epoch = self.epoch + 1
-        self.record.begin()
+        self.record.mark_dead()
         self._give_up(ABANDONED, epoch)
         text = f"{op} on group {self.group_name!r}, rank {self.rank}, round {epoch}: left by {type(error).__name__}"
         self.error = PeerError(f"{text}. {RESET_FIRST}", peers=[self.rank], op=op, epoch=epoch)

@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    """What is wrong with the arguments, or None; else it would come up in the ranks, or after all is measured."""
+    """The fault of the arguments, or None; else it would come up in the ranks, or after all is measured."""
     if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
         return problem
     if args.graph and device_type == "cpu":

@@ -181,7 +181,7 @@ def _check_plans(device: torch.device) -> str:
 
 
 def _check_proofs(device: torch.device) -> str:
-    """What comes before an algorithm's first use on a GPU."""
+    """The time before an algorithm's first use on a GPU."""
     algorithms = _with_workspace(device)
     with own_group() as group:
         ours = member(group.group_name, device)

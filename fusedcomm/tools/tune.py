@@ -40,7 +40,7 @@ UNITS = {"flops": (1e9, "GFLOP/s"), "bandwidth": (1e9, "GB/s"), "overhead": (1e-
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What rank 0 reports. ``failed`` says why no numbers are kept; ``found`` is None where none came out."""
+    """The report of rank 0. ``failed`` says why no numbers are kept; ``found`` is None where none came out."""
 
     failed: str = ""
     found: tune.Tuned | None = None

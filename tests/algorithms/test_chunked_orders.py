@@ -1,4 +1,4 @@
-"""What `chunked` computes on GPUs, without one, in random orders that its streams, events and flags allow.
+"""Results of `chunked` on GPUs, without one, in random orders that its streams, events and flags allow.
 
 tests/helpers/schedule/random_orders.py runs them. All ranks' hosts are far ahead: they enqueue everything first.
 """

@@ -1,4 +1,4 @@
-"""What `chunked` enqueues on GPUs for parts of different sizes, recorded without one, has no race."""
+"""The work that `chunked` enqueues on GPUs for parts of different sizes, recorded without one, has no race."""
 
 from __future__ import annotations
 

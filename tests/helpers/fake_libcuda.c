@@ -64,12 +64,17 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *retained, CUdevice device) {
   return CUDA_SUCCESS;
 }
 
+static __thread CUcontext of_thread;  // a thread has none before its first call of the runtime, or sets one
+
 CUresult cuCtxGetCurrent(CUcontext *current) {
-  *current = (CUcontext)&context;
+  *current = of_thread;
   return CUDA_SUCCESS;
 }
 
-CUresult cuCtxSetCurrent(CUcontext current) { return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext current) {
+  of_thread = current;
+  return CUDA_SUCCESS;
+}
 
 CUresult cuCtxGetDevice(CUdevice *device) {
   *device = 0;
@@ -85,7 +90,7 @@ CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
   *status = CU_STREAM_CAPTURE_STATUS_NONE;
-  return CUDA_SUCCESS;
+  return of_thread == NULL ? CUDA_ERROR_INVALID_CONTEXT : CUDA_SUCCESS;
 }
 
 /* On a GPU this turns registered host memory into the device's address of it; device memory stays what it is. */

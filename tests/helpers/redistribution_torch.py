@@ -1,4 +1,4 @@
-"""What torch would do to redistribute a DTensor: its own plan, and what each collective of that sends.
+"""The way of torch to redistribute a DTensor: its own plan, and the bytes of each collective.
 
 The plan is read from torch's private planner, on rank 0 of a world without peers. Nothing is run. What a collective
 sends is worked out here from the shapes that torch gives to it, with its padding; rank 0 has the largest shards.

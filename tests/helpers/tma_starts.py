@@ -27,7 +27,7 @@ def start_violations(kernel: str, arguments: Mapping[str, Any]) -> Iterator[str]
 
 
 def _itemsize(descriptor: Any) -> int:
-    """Of Triton's descriptor, or of a planned one."""
+    """The address of Triton's descriptor, or of a planned one."""
     return descriptor.place.dtype.itemsize if isinstance(descriptor, Described) else descriptor.base.itemsize
 
 

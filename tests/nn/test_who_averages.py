@@ -175,7 +175,7 @@ def test_distributed_data_parallel_averages(rank: int) -> None:
 
 
 class Attention(nn.Module):
-    """What of Ulysses attention has parameters, with heads that are x itself."""
+    """The layers of Ulysses attention that have parameters, with heads that are x itself."""
 
     def __init__(self, out: nn.Module) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/plan/launches.py": ("begin_push wait_source", "5a313c8cb1f3"),
     },
     "model.ProtocolModel: failures and resets": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "a0cfd3415b23"),
+        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "394142365cdb"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
         "fusedcomm/runtime/members.py": ("_all_members reset", "6bdd0ab135ed"),
         "fusedcomm/runtime/group_member.py:Member": (
@@ -90,7 +90,7 @@ MIRRORED: Mirrors = {
         "kernels/cpu/plan.cpp": ("ask", "0812844d5fb4"),
         "fusedcomm/runtime/workspace.py:Workspace": (
             "post all_have_posted posted _stamp _retire_results fail _give_up abandon",
-            "bcf55db03744",
+            "ff26cc7b359b",
         ),
         "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "06e3bc952c58"),
     },
