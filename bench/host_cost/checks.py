@@ -86,7 +86,7 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
 
 
 def in_fresh_thread(group_size: int) -> Iterator[str]:
-    """An error of a call that is the first work of its thread. torch asks CUDA's runtime nothing for default streams."""
+    """An error of a call that is the first work of its thread. Default streams need no call of CUDA's runtime."""
     _, call, inputs = next(cases(group_size))
     with ThreadPoolExecutor(1) as threads, force_algorithm("fused", strict=True):
         if error := threads.submit(call, *inputs).exception():
