@@ -21,9 +21,10 @@ from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import CASES, OPS, SMALL, GpuCall, GpuCase, assert_equal, first_of
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
 from fusedcomm.launch.ranks import KILLED
+from fusedcomm.runtime.native_part import native
 
 DTYPE = torch.bfloat16
-TIMES = 2
+TIMES, IN_PYTHON = 5, 2  # the third call of a kind and later ones run natively
 NUM_QUEUES = (1, 8, 32)
 SLOTS = {"FUSEDCOMM_WORKSPACE_BYTES": str(2 << 20)}  # a call has several rounds
 ABSENT_OPS = {2: "matmul_all_to_all", 4: "all_gather_matmul"}
@@ -106,6 +107,8 @@ def _values(pools: Pools, size: int, device_type: str, name: str, case: GpuCase)
 def values(rank: int, device_type: str, algorithm: str | None, case: GpuCase) -> dict[str, Any]:
     """A case as users call it, with fresh inputs; and how the planner runs it where nothing is forced."""
     size, device = dist.get_world_size(), torch.device(device_type)
+    if native is not None:
+        native.forget_recorded_calls()
     with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
         for seed in range(TIMES):
             inputs = case.inputs(size, rank, DTYPE, device, seed)
@@ -114,9 +117,15 @@ def values(rank: int, device_type: str, algorithm: str | None, case: GpuCase) ->
             where = f"{case} {algorithm} rank {rank} call {seed}"
             assert_equal(outs, case.expected(size, DTYPE, device, seed)[rank], where)
         if algorithm is not None:
-            return {"calls": TIMES}
+            in_python = TIMES - (0 if native is None else len(native.recorded_calls()))
+            assert in_python <= IN_PYTHON or not runs_natively(algorithm, device), f"{in_python} calls ran in Python"
+            return {"calls": TIMES, "in_python": in_python}
         args, options = case.arguments(inputs)
         return {"calls": TIMES, "plan": proved(fusedcomm.explain(case.op, *args, **options))}
+
+
+def runs_natively(algorithm: str, device: torch.device) -> bool:
+    return native is not None and (algorithm == "chunked" or (algorithm == "fused" and device.type == "cuda"))
 
 
 def proved(plan: fusedcomm.Plan) -> str:
@@ -141,7 +150,8 @@ def backward(rank: int, device_type: str, algorithm: str | None, case: GpuCase) 
     want = torch.autograd.grad(torch.stack(losses).sum(), [own.x, own.ws[0]])
     weight = weights[rank if len(weights) > 1 else 0]
     with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
-        got = torch.autograd.grad((case.call(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
+        for _ in range(TIMES):
+            got = torch.autograd.grad((case.call(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
         fusedcomm.synchronize()
     errors = {}
     for name, one, other in zip("xw", got, want, strict=True):
