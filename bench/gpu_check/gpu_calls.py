@@ -29,6 +29,10 @@ VERBS = {
 OPS = list(VERBS)
 
 
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
+
+
 @dataclass(frozen=True)
 class GpuInputs:
     """The contribution of one rank."""
@@ -111,8 +115,12 @@ class GpuCase:
         biases = [integers(n // group_size if scattered else n) if self.bias else None for n in self.n]
         return GpuInputs(x, ws, biases)
 
-    def expected(self, group_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> list[list[Tensor]]:
-        """Every rank's results by torch's own matmul, with fusedcomm's rounding and without communication."""
+    def expected(
+        self, group_size: int, dtype: torch.dtype, device: torch.device, seed: int, unfused: bool = False
+    ) -> list[list[Tensor]]:
+        """Every rank's results by torch's own matmul and without communication. `unfused` rounds a sum before it adds
+        the bias, the others once, behind it.
+        """
         every = [self.inputs(group_size, rank, dtype, device, seed) for rank in range(group_size)]
         exact = [
             GpuInputs(
@@ -120,10 +128,20 @@ class GpuCase:
             )
             for each in every
         ]
-        return [[t.to(dtype) for t in outs] for outs in self.program(exact, lambda part: part.to(dtype).float())]
 
-    def program(self, every: list[GpuInputs], rounded: Callable[[Tensor], Tensor] = lambda t: t) -> list[list[Tensor]]:
-        """Every rank's results. ``rounded`` says what becomes of a partial sum."""
+        def rounded(t: Tensor) -> Tensor:
+            return t.to(dtype).float()
+
+        outs = self.program(exact, rounded, rounded if unfused else _as_it_is)
+        return [[t.to(dtype) for t in each] for each in outs]
+
+    def program(
+        self,
+        every: list[GpuInputs],
+        part_of: Callable[[Tensor], Tensor] = _as_it_is,
+        total_of: Callable[[Tensor], Tensor] = _as_it_is,
+    ) -> list[list[Tensor]]:
+        """Every rank's results. ``part_of`` and ``total_of``: what becomes of a partial sum, and of a sum."""
         size = len(every)
         if self.gathers:
             if self.op == "all_to_all_matmul":
@@ -142,9 +160,9 @@ class GpuCase:
             return [[out] for out in _exchanged([y.chunk(size, self.scatter_dim) for y in ys], self.gather_dim)]
         whole = self.op == "matmul_all_reduce"
         dim = self.exchange(size).split_dim if whole else self.scatter_dim
-        parts = [rounded(torch.matmul(i.x, i.ws[0])).chunk(size, dim) for i in every]
+        parts = [part_of(torch.matmul(i.x, i.ws[0])).chunk(size, dim) for i in every]
         totals = [torch.stack([part[rank] for part in parts]).sum(0) for rank in range(size)]
-        totals = [total / size for total in totals] if self.reduce_op == "avg" else totals
+        totals = [total_of(total / size if self.reduce_op == "avg" else total) for total in totals]
         totals = [torch.cat(totals, dim) for _ in every] if whole else totals
         return [[t if bias is None else t + bias] for t, bias in zip(totals, biases, strict=True)]
 

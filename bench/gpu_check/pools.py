@@ -9,6 +9,7 @@ from fusedcomm.bench.gpu_check import child
 from fusedcomm.launch.ranks import RankError, RankPool
 from fusedcomm.runtime import topology
 
+ONE_DEVICE = {"LOCAL_RANK": "0"}  # DeviceMesh makes it the current one
 LIMIT_S = {"cuda": 55, "cpu": 200}  # for a call of all ranks; Triton's interpreter is slow
 
 
@@ -24,7 +25,7 @@ class Pools:
         key = (size, env or {})
         if self.pool is None or self.pool.dead or self.key != key:
             self.close()
-            self.pool, self.key = RankPool(size, timeout_s=self.limit_s, env=env), key
+            self.pool, self.key = RankPool(size, timeout_s=self.limit_s, env=ONE_DEVICE | dict(key[1])), key
         return self.pool
 
     def run(self, size: int, fn: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Any:
