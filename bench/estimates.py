@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from fusedcomm.bench.op_programs import PROGRAMS
-from fusedcomm.cost import in_pieces, model
-from fusedcomm.cost.model import Constants
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize
+from fusedcomm.plan.cost import in_pieces, model
+from fusedcomm.plan.cost.model import Constants
+from fusedcomm.plan.geometry.exchange import Exchange
 
 
 def names_of(constants: Constants, apart: bool) -> list[str]:

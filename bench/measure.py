@@ -15,9 +15,9 @@ from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, 
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
 from fusedcomm.launch import console, world
+from fusedcomm.memory import members
+from fusedcomm.memory.group import resolve
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime import members
-from fusedcomm.runtime.group import resolve
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALGORITHMS = (AUTO, *env.ALGORITHMS)

@@ -35,8 +35,8 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.memory.group import resolve
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime.group import resolve
 
 NAME = "bench overhead"
 SIZE = MatmulSize(4, 16, 8)  # sides that the ranks do not divide grow

@@ -1,6 +1,6 @@
 """One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
 
-Every rank has its threads, its GPU streams, and a process of its own with the lanes of runtime/profiler.py. Times
+Every rank has its threads, its GPU streams, and a process of its own with the lanes of run/profiler.py. Times
 are those of the host's clock, which ranks of one host share; between hosts they differ by as much as the clocks do.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.bench.timing import all_gather_bytes
-from fusedcomm.runtime.profiler import LANES, PREFIX
+from fusedcomm.run.profiler import LANES, PREFIX
 
 VARIANT = "variant: "
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # for ranks that profile: else Kineto prints a line at every start and stop

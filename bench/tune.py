@@ -32,20 +32,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedcomm import env, reference
-from fusedcomm.algorithms.forced import force_algorithm
+from fusedcomm import env
 from fusedcomm.bench.estimates import estimates, exchange_of, names_of
 from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.timing import check_values, measure
-from fusedcomm.cost import in_pieces, model, tuned
-from fusedcomm.cost.model import ITEMSIZE, KINDS, Constants
+from fusedcomm.memory import group
+from fusedcomm.memory.group import resolve
+from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
+from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime import group
-from fusedcomm.runtime.group import resolve
-from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
-from fusedcomm.runtime.vote import agree
+from fusedcomm.plan.cost import in_pieces, model, tuned
+from fusedcomm.plan.cost.model import ITEMSIZE, KINDS, Constants
+from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.run import reference
 
 REPEAT = 20  # calls in a measurement, where one takes less time than the start of a measurement differs by
 MEASUREMENT_S = 0.02  # how long repeated calls take together: the longer they are, the fewer

@@ -13,9 +13,10 @@ if not Path(__file__).with_name("bench").joinpath("__init__.py").exists() and (
 ):
     __path__.append(str(Path(__file__).parents[1]))  # a checkout, installed or not, has kernels/ and bench/ beside it
 
-from fusedcomm.algorithms.forced import force_algorithm
-from fusedcomm.algorithms.planner import Plan
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.memory.captures import before_capture
+from fusedcomm.memory.members import close, reset, synchronize
+from fusedcomm.memory.nccl_options import nccl_options
 from fusedcomm.ops import import_hooks, register, same_moves  # noqa: F401 the last two register ops
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
@@ -24,11 +25,10 @@ from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.ops.splits import replica_ranges
+from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.planner import Plan
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
-from fusedcomm.runtime.captures import before_capture
-from fusedcomm.runtime.device_to_host import DeviceToHost
-from fusedcomm.runtime.members import close, reset, synchronize
-from fusedcomm.runtime.nccl_options import nccl_options
+from fusedcomm.run.device_to_host import DeviceToHost
 
 if TYPE_CHECKING:
     from fusedcomm import nn, parallel

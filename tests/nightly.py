@@ -29,7 +29,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--max-worker-restart
 NIGHTLY = (*PYTEST, "-m", "nightly")
 CONTROLS = ("tests/package/test_negative_controls.py", "tests/package/test_native_controls.py")
 FAULTS = "tests/tools/test_fault_matrix.py"
-SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/runtime/test_sanitizers.py"
+SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/memory/test_sanitizers.py"
 SOAK_CALLS = ("--device", "cpu", "--ranks", "4", "--calls", "100000", "--seconds", "600")
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 KILLED_AFTER_S = 10  # of an interrupt that pytest turns into a summary
@@ -48,10 +48,10 @@ def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = ()) -> Part:
 
 
 PARTS = {
-    "calls": pytest_part(900, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "algorithms", "cost"))),
+    "calls": pytest_part(900, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run"))),
     "graphs": pytest_part(1200, "tests/compile", "tests/redistribution"),
     "launches": pytest_part(900, "tests/kernels"),
-    "ranks": pytest_part(600, "tests/runtime", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
+    "ranks": pytest_part(600, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(600, FAULTS),
     "controls": pytest_part(2400, *CONTROLS),
     "commands": pytest_part(900, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK]),

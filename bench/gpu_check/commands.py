@@ -35,7 +35,7 @@ def doctor() -> dict[str, Any]:
 def tests_of_device_to_host(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         raise child.Skipped("these tests need a GPU")
-    done = run_module("pytest", "-q", "-m", "gpu", "tests/runtime/test_device_to_host.py", cwd=ROOT)
+    done = run_module("pytest", "-q", "-m", "gpu", "tests/run/test_device_to_host.py", cwd=ROOT)
     summary = done.stdout.strip().splitlines()[-1:]
     assert done.returncode == 0 and "passed" in "".join(summary) and "skipped" not in "".join(summary), summary
     return {"tests": summary[0]}

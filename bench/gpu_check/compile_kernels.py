@@ -21,7 +21,7 @@ from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, 
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus
-from fusedcomm.runtime import topology
+from fusedcomm.memory import topology
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fusedcomm.runtime import topology
+from fusedcomm.memory import topology
 
 
 class CompilerDriver:

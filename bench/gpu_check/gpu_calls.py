@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms.planned import chunked, fused
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.workspace import Call, Workspace
+from fusedcomm.memory.workspace import Call, Workspace
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.run.planned import chunked, fused
 from fusedcomm.testing.virtual import VirtualGroup
 
 FINGERPRINT = 7

@@ -16,10 +16,10 @@ from torch import Tensor
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.runtime.segment import FINGERPRINT_BITS
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory.segment import FINGERPRINT_BITS
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 

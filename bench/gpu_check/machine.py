@@ -10,7 +10,7 @@ import torch
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.machine import environment
-from fusedcomm.runtime import triton_probe
+from fusedcomm.memory import triton_probe
 
 
 def cases(device: torch.device) -> child.Cases:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16

@@ -7,7 +7,7 @@ from typing import Any
 
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.runtime import topology
+from fusedcomm.memory import topology
 
 ONE_DEVICE = {"LOCAL_RANK": "0"}  # DeviceMesh makes it the current one
 LIMIT_S = {"cuda": 55, "cpu": 200}  # for a call of all ranks; Triton's interpreter is slow

@@ -20,8 +20,8 @@ import fusedcomm
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import CASES, OPS, SMALL, GpuCall, GpuCase, assert_equal, first_of
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
+from fusedcomm.kernels.native_part import native
 from fusedcomm.launch.ranks import KILLED
-from fusedcomm.runtime.native_part import native
 
 DTYPE = torch.bfloat16
 TIMES, IN_PYTHON = 5, 3  # two calls of a kind run in Python, and one more if the first made the workspace

@@ -22,7 +22,7 @@ from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
 from fusedcomm.bench.llama_layer import MODELS, Layer, Sizes, styled
 from fusedcomm.bench.start_program import ProgramData, ProgramSizes, matmul_and_reshard_heads, no_caches, same_program
-from fusedcomm.geometry.cut import chunk_parts
+from fusedcomm.plan.geometry.cut import chunk_parts
 
 GROUP_SIZE = 2
 DTYPE = torch.bfloat16

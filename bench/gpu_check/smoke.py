@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall, first_of
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange, RoundSpans
-from fusedcomm.runtime import triton_probe
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory import triton_probe
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange, RoundSpans
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedcomm import all_gather_matmul, force_algorithm, matmul_all_to_all
 from fusedcomm.bench.host_cost import checks
 from fusedcomm.bench.host_cost.device import Driver, join, made
+from fusedcomm.kernels import native_part
 from fusedcomm.launch.provenance import run_facts
-from fusedcomm.runtime import native_part
 
 SLOT_BYTES = 128 << 20  # a round a call
 DEVICE = torch.device("cuda", 0)

@@ -32,14 +32,14 @@ from fusedcomm.bench.host_cost.traces import (
     misplaced_copies,
     races,
 )
+from fusedcomm.kernels.native_part import native
+from fusedcomm.memory import members
+from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from fusedcomm.plan.schedule import Place
 from fusedcomm.run import native_plan
 from fusedcomm.run.packing import Packed, pack
-from fusedcomm.runtime import members
-from fusedcomm.runtime.native_part import native
-from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
-from fusedcomm.runtime.workspace import Workspace
 
 SLOT_BYTES = 32 << 20  # most calls below take two rounds or more
 DEVICE = torch.device("cuda", 1)

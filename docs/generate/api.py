@@ -27,9 +27,10 @@ ERRORS = "fusedcomm.errors"  # its names are in fusedcomm, and have a page of th
 # Headings by the room that defines a name, in the order of the page; a page whose names are of one room has none.
 SECTIONS = {
     "ops": "Ops",
-    "algorithms": "The choice of an algorithm",
+    "plan": "The choice of an algorithm",
     "redistribution": "DTensors",
-    "runtime": "Memory, errors, copies and NCCL",
+    "memory": "Memory, errors and NCCL",
+    "run": "Copies to the host",
 }
 # What public functions return, and what the pages name besides.
 RETURNED = {

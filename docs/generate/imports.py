@@ -11,8 +11,8 @@ from pathlib import Path
 
 # Lowest first: a room imports only rooms that stand before it. What is outside of the package stands above all.
 LAYERS = (
-    *("env", "errors", "files", "machine", "geometry", "reference"),
-    *("kernels", "cost", "plan", "runtime", "run", "algorithms"),
+    *("env", "errors", "files", "machine"),
+    *("kernels", "plan", "memory", "run"),
     *("ops", "symm_mem", "parallel", "nn", "redistribution"),
     "__init__",  # what `import fusedcomm` offers
     *("launch", "compile", "testing", "bench", "tools", "__main__"),

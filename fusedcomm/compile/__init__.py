@@ -54,7 +54,7 @@ def enable(
             here, so call it after ``init_process_group``. What each rank then does follows from its graph alone: ranks
             that share a group must compile equal graphs, equal sizes too if not dynamic.
         estimator: how long nodes take, for graphs on its type of device. None: estimated from tuned numbers if there
-            are any, else from the default ones (`fusedcomm/cost/model.py`).
+            are any, else from the default ones (`fusedcomm/plan/cost/model.py`).
         merge: the DeviceMesh, or several. Collectives that follow each other over its dims, one mesh dim at a time, as
             DTensor writes them, become one over these dims together, which never sends more bytes. A sum is then made
             in another order. The groups of all dims together are made here, so this call is a collective of the mesh's

@@ -29,7 +29,7 @@ from fusedcomm.compile.overlap import inductor_order
 from fusedcomm.compile.overlap.estimator import Estimator, device_type_of
 from fusedcomm.compile.overlap.scheduler import OverlapReport, order_again, schedule_graph
 from fusedcomm.compile.reports import CollectiveReport, CompileReport, FusedCall, source_of
-from fusedcomm.runtime.consent import YES
+from fusedcomm.memory.consent import YES
 
 log = logging.getLogger(__name__)
 

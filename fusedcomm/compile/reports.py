@@ -13,9 +13,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fusedcomm import redistribution
-from fusedcomm.algorithms import planner
+from fusedcomm.memory import members
 from fusedcomm.ops.table import OPS
-from fusedcomm.runtime import members
+from fusedcomm.plan import planner
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
 _kept: list[CompileReport] | None = None
@@ -59,8 +59,8 @@ class CollectiveReport:
         node: its name in the graph.
         op: the op of fusedcomm that stands for it, or None.
         reason: why it was left, or into which node it was merged; of one that is fused, over what it was moved.
-        saving_us: microseconds that fusing it saves per run of the graph, as the cost model (`fusedcomm/cost/model.py`)
-            estimates them.
+        saving_us: microseconds that fusing it saves per run of the graph, as the cost model estimates them
+            (`fusedcomm/plan/cost/model.py`).
         call: the arguments of the op, from which `plan` follows.
         plan: how the op runs: "unfused", "chunked", "fused" or "pipelined"; known after the first call of its group.
     """

@@ -418,7 +418,7 @@ def _rank_main(setup: _Setup, tasks: Connection, traces: Connection) -> None:
     end_with_parent(setup.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     faulthandler.enable(traces.fileno(), all_threads=True)
-    signal.signal(signal.SIGUSR1, lambda *args: None)  # fusedcomm.runtime.dumps listens to Python's handlers
+    signal.signal(signal.SIGUSR1, lambda *args: None)  # fusedcomm.memory.dumps listens to Python's handlers
     faulthandler.register(signal.SIGUSR1, traces.fileno(), all_threads=True, chain=True)
     tasks.send_bytes(_outcome(setup.rank, partial(_init, setup)))
     with contextlib.suppress(EOFError, OSError):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fusedcomm.runtime import group
-from fusedcomm.runtime.vote import agree
+from fusedcomm.memory import group
+from fusedcomm.memory.vote import agree
 
 
 class _Fact(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fusedcomm.geometry.cut import chunk_parts
-from fusedcomm.runtime.group import rank_of
+from fusedcomm.memory.group import rank_of
+from fusedcomm.plan.geometry.cut import chunk_parts
 
 Tokens = int | Sequence[int] | None
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.geometry.cut import Splits, chunk_parts
+from fusedcomm.memory.group import Group, rank_of, resolve
 from fusedcomm.nn.token_splits import gathered
 from fusedcomm.ops import splits
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.call_check import same_collective
-from fusedcomm.reference import MOVED, bytes_of
-from fusedcomm.runtime.group import Group, rank_of, resolve
+from fusedcomm.plan.geometry.cut import Splits, chunk_parts
+from fusedcomm.run.reference import MOVED, bytes_of
 
 
 def shard_tokens(batch: Any, dim: Any = 1, group: Group = None) -> Any:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedcomm.memory.group import Group, rank_of
 from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
 from fusedcomm.nn.token_splits import Tokens, gathered, scattered
 from fusedcomm.nn.ulysses_linear import UlyssesLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
-from fusedcomm.runtime.group import Group, rank_of
 
 
 class UlyssesQKV(UlyssesLinear):

@@ -9,6 +9,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops.call_check import same_collective
 from fusedcomm.parallel.plain_modules import (
     PARAMETERS,
@@ -17,7 +18,6 @@ from fusedcomm.parallel.plain_modules import (
     why_not_called_as,
     why_not_plain,
 )
-from fusedcomm.runtime.group import Group, resolve
 
 _MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # forward pre-hooks that make a weight of other parameters
 

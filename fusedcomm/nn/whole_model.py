@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fusedcomm.memory.group import Group, find, resolve
 from fusedcomm.nn.summed_gradients import sum_gradients, vote
 from fusedcomm.nn.ulysses_linear import UlyssesLinear, whole
 from fusedcomm.parallel.plain_modules import PARAMETERS
-from fusedcomm.runtime.group import Group, find, resolve
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

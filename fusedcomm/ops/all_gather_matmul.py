@@ -8,11 +8,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.cut import Splits
+from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import LISTS, check_types
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.plan.geometry.cut import Splits
 
 Biases = Sequence[Tensor | None] | Tensor | None
 

@@ -1,6 +1,6 @@
 """The types of an op's arguments, checked before torch matches them with a schema: its errors show whole tensors.
 
-Values are checked by `fusedcomm.geometry.shapes`, which the dispatcher ops call too.
+Values are checked by `fusedcomm.plan.geometry.shapes`, which the dispatcher ops call too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fusedcomm.memory.group import resolve
 from fusedcomm.ops.call_check import tell_peers
-from fusedcomm.runtime.group import resolve
 
 LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
 

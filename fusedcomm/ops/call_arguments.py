@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fusedcomm.geometry.cut import EVEN, Splits
+from fusedcomm.plan.geometry.cut import EVEN, Splits
 
 
 class Arguments(NamedTuple):

@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import PrefixStore
 from torch.utils import _pytree as pytree
 
-from fusedcomm.algorithms.planner import Plan
 from fusedcomm.errors import PeerMismatchError
-from fusedcomm.runtime import flight_recorder, group
-from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.members import member
-from fusedcomm.runtime.vote import agree
+from fusedcomm.memory import flight_recorder, group
+from fusedcomm.memory.group_member import Member
+from fusedcomm.memory.members import member
+from fusedcomm.memory.vote import agree
+from fusedcomm.plan.planner import Plan
 
 _MOST_LETTERS = 512  # of an error
 

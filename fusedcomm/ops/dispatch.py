@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.algorithms import planner
-from fusedcomm.algorithms.planner import Plan
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_out
+from fusedcomm.memory import dumps, exits, flight_recorder, group
+from fusedcomm.memory.captures import WARM_UP, is_capturing
+from fusedcomm.memory.group_member import Member, WorkspaceUnavailable, on_device
+from fusedcomm.memory.members import member
+from fusedcomm.memory.topology import tf32_allowed
+from fusedcomm.memory.workspace import Call
 from fusedcomm.ops import call_check, proof
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.prepared import Seen
 from fusedcomm.ops.table import OpSpec
-from fusedcomm.runtime import dumps, exits, flight_recorder, group
-from fusedcomm.runtime.captures import WARM_UP, is_capturing
-from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable, on_device
-from fusedcomm.runtime.members import member
-from fusedcomm.runtime.topology import tf32_allowed
-from fusedcomm.runtime.workspace import Call
+from fusedcomm.plan import planner
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.shapes import check_out
+from fusedcomm.plan.planner import Plan
 
 
 def prepare(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.cut import EVEN, Splits
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
+from fusedcomm.plan.geometry.cut import EVEN, Splits
+from fusedcomm.plan.geometry.exchange import Exchange
 
 _MOST_SUMMED = 16  # ranks
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 
 
 def matmul_all_to_all(args: Arguments) -> Exchange:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fusedcomm.algorithms.planner import Plan
+from fusedcomm.memory.group import resolve
 from fusedcomm.ops.all_gather_matmul import lists_of
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.splits import splits_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.runtime.group import resolve
+from fusedcomm.plan.planner import Plan
 
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")

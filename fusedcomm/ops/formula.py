@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.geometry.shapes import check_tensors
+from fusedcomm.kernels.native_part import loaded
 from fusedcomm.ops.call_arguments import PerTensor
 from fusedcomm.ops.table import OpSpec
-from fusedcomm.runtime.native_part import loaded
+from fusedcomm.plan.geometry.shapes import check_tensors
 
 Tensors = Sequence[Tensor | None]
 

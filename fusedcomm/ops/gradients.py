@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
+from fusedcomm.run import reference
 
 
 class WeightLayout(NamedTuple):

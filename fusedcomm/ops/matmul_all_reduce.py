@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from fusedcomm import reference
+from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.runtime.group import Group, resolve
+from fusedcomm.run import reference
 
 
 def matmul_all_reduce(

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.runtime.group import Group, resolve
 
 
 def matmul_all_to_all(

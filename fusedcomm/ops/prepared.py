@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm.errors import text_of
+from fusedcomm.kernels.native_part import loaded
+from fusedcomm.memory import dumps
+from fusedcomm.memory.members import known_member
+from fusedcomm.memory.workspace import Call, Workspace
 from fusedcomm.run.native_plan import Source, load
-from fusedcomm.runtime import dumps
-from fusedcomm.runtime.members import known_member
-from fusedcomm.runtime.native_part import loaded
-from fusedcomm.runtime.workspace import Call, Workspace
 
 log = logging.getLogger("fusedcomm")
 STEP_BYTES = 2 << 10  # of a plan, with the views that it keeps of slots

@@ -25,20 +25,20 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from fusedcomm import env
-from fusedcomm.algorithms import planner
-from fusedcomm.algorithms.planner import Plan
-from fusedcomm.cost import tuned
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
+from fusedcomm.memory.captures import WARM_UP, is_capturing
+from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
+from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.segment import FINGERPRINT
+from fusedcomm.memory.vote import agree
+from fusedcomm.memory.workspace import Call
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.table import OPS, Algorithms
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.runtime.captures import WARM_UP, is_capturing
-from fusedcomm.runtime.group_member import Member, WorkspaceUnavailable
-from fusedcomm.runtime.outside_modes import outside_modes
-from fusedcomm.runtime.segment import FINGERPRINT
-from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import Call
+from fusedcomm.plan import planner
+from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.planner import Plan
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fusedcomm.geometry.shapes import check_out
+from fusedcomm.kernels.native_part import native
 from fusedcomm.ops import call_check, prepared
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.formula import Formula
 from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms
 from fusedcomm.ops.table import OPS, OpSpec
-from fusedcomm.runtime.native_part import native
+from fusedcomm.plan.geometry.shapes import check_out
 
 _PT2 = torch.Tag.pt2_compliant_tag
 _native_kernels: list[Any] = []  # registered as long as they are here

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fusedcomm import env
 from fusedcomm.errors import PeerMismatchError, PeerTimeoutError
+from fusedcomm.memory import consent, dumps, flight_recorder, group
+from fusedcomm.memory.consent import ABSENT, YES
 from fusedcomm.ops.library import lib
-from fusedcomm.runtime import consent, dumps, flight_recorder, group
-from fusedcomm.runtime.consent import ABSENT, YES
 
 OP = "same_moves"
 _WHAT = "the program whose collectives were moved, merged or reordered"

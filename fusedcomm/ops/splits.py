@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedcomm import reference
-from fusedcomm.algorithms.unfused import pads
-from fusedcomm.geometry.cut import EVEN, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.memory.group import rank_of
 from fusedcomm.ops.arguments import check_splits
-from fusedcomm.runtime.group import rank_of
+from fusedcomm.plan.geometry.cut import EVEN, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.run import reference
+from fusedcomm.run.unfused import pads
 
 Sizes = Sequence[int]
 Ranges = Sequence[tuple[int, int]]

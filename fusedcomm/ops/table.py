@@ -10,11 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.algorithms import padded_rows, pipelined, unfused
-from fusedcomm.algorithms.planned import chunked, fused
-from fusedcomm.geometry.cut import Splits
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.shapes import check_bias, check_tensors
 from fusedcomm.ops import (
     all_gather_matmul,
     all_to_all_matmul,
@@ -24,6 +19,11 @@ from fusedcomm.ops import (
     matmul_reduce_scatter,
 )
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.plan.geometry.cut import Splits
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.shapes import check_bias, check_tensors
+from fusedcomm.run import padded_rows, pipelined, unfused
+from fusedcomm.run.planned import chunked, fused
 
 Algorithms = Mapping[str, Callable[..., Any]]  # by name: algorithm(call, *operands)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.cut import EVEN, Splits
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.ops import exchanges
 from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.plan.geometry.cut import EVEN, Splits
+from fusedcomm.plan.geometry.exchange import Exchange
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 
-from fusedcomm.geometry.shapes import OP_DTYPES
 from fusedcomm.ops.matmul_all_reduce import all_reduce_as
 from fusedcomm.ops.matmul_reduce_scatter import reduce_scatter_as
+from fusedcomm.plan.geometry.shapes import OP_DTYPES
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.view_as.default, _aten.detach.default)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.library import refuse_outside_ops
-from fusedcomm.runtime.group import Group, resolve
 
 
 def linears_of_replicated(

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import parametrize
 
+from fusedcomm.memory import group
+from fusedcomm.memory.vote import agree
 from fusedcomm.ops.all_gather_matmul import matmul_and_gathered
 from fusedcomm.parallel.gradient_when_read import whole_of
 from fusedcomm.parallel.layouts import annotated, gather_size_of, shards, token_dim, why_not_sharded
 from fusedcomm.parallel.unwritten import counts_of, is_cast
-from fusedcomm.runtime import group
-from fusedcomm.runtime.vote import agree
 
 
 class SharingLinear(nn.Linear):

@@ -1,1 +1,1 @@
-"""The decisions: pure functions from facts to data. Nothing here knows a process group or CUDA."""
+"""The decisions: geometry, costs, the choice of an algorithm, and its steps as data. No process group, no CUDA."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.kernels.triton.bundles import SegmentLayout
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import (
     Await,
     Base,

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry import exchange as geometry
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.spans import ChunkSpans, RoundSpans, Span
+from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.plan.geometry import exchange as geometry
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
 
 
 class Arithmetic(Protocol):

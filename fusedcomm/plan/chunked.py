@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.rank_order import sources_of
-from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
 from fusedcomm.plan.copies import copy_between
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.rank_order import sources_of
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.moves import Arrival, Moves
 
 

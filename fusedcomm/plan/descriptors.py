@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.spans import RoundSpans, Span
+from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import tiles
 from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Described
 
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.rank_order import peers_of
-from fusedcomm.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, Device
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
 from fusedcomm.plan.copies import copy_between, copy_runs
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.rank_order import peers_of
+from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS

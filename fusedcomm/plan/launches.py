@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedcomm.geometry.spans import RoundSpans, Span
-from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Traits, Unpacked
+from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Span, Traits, Unpacked
 from fusedcomm.plan import tiles
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.descriptors import (
@@ -26,6 +25,7 @@ from fusedcomm.plan.descriptors import (
     describe_x,
     row_step,
 )
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 
 # Otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have.

@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.rank_order import peers_of, sources_of
-from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
+from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Signal, Stream, Test, Wait
 
 MAIN, SENDS, READS = Stream

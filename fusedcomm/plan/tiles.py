@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import CopyConfig, TileConfig
+from fusedcomm.kernels.triton.bundles import CopyConfig, Span, TileConfig
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
 BLOCK_K = 64  # block_k is this, or a divisor of it, in all tiles that descriptors load

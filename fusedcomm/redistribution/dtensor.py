@@ -22,8 +22,8 @@ from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fusedcomm import files
-from fusedcomm.cost.links import INTER_BANDWIDTH
 from fusedcomm.ops.library import lib
+from fusedcomm.plan.cost.links import INTER_BANDWIDTH
 from fusedcomm.redistribution import execute, mesh_groups, placements, search
 from fusedcomm.redistribution.mesh_groups import MeshFacts
 from fusedcomm.redistribution.placements import Unsupported

@@ -16,7 +16,7 @@ from fusedcomm.redistribution import even, uneven
 from fusedcomm.redistribution.reductions import averaged
 from fusedcomm.redistribution.sharding import Coordinate
 from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Step
-from fusedcomm.reference import MOVED, all_gather_into_tensor, bytes_of
+from fusedcomm.run.reference import MOVED, all_gather_into_tensor, bytes_of
 
 _c10d = torch.ops._c10d_functional
 Order = tuple[int, ...]

@@ -25,12 +25,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env
-from fusedcomm.cost import tuned
-from fusedcomm.cost.model import DEFAULTS, Constants
+from fusedcomm.memory import group
+from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.vote import agree
 from fusedcomm.ops import call_check
-from fusedcomm.runtime import group
-from fusedcomm.runtime.outside_modes import outside_modes
-from fusedcomm.runtime.vote import agree
+from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.cost.model import DEFAULTS, Constants
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -57,7 +57,7 @@ class RedistributionPlan:
     """What `redistribute` does, as `redistribute_plan` returns it.
 
     ``str()`` has a line per step, their sum, and for comparison the sum of one mesh dim at a time. Times are those of
-    the cost model (`fusedcomm/cost/links.py`), not measured.
+    the cost model (`fusedcomm/plan/cost/links.py`), not measured.
 
     Attributes:
         steps: what is done in turn; each has a ``kind`` ("slice", "all_gather", "all_to_all", "all_reduce" or

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, product
 
-from fusedcomm.cost.links import INTER, INTRA, Reach, rate, reach_of
-from fusedcomm.cost.model import Constants
+from fusedcomm.plan.cost.links import INTER, INTRA, Reach, rate, reach_of
+from fusedcomm.plan.cost.model import Constants
 
 
 def ranks_per_node(ranks: Sequence[int], hosts: Sequence[int]) -> int:

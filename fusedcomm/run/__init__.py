@@ -1,1 +1,1 @@
-"""The execution of plans."""
+"""The execution of calls: by plans, or as `unfused` and `pipelined` programs."""

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fusedcomm.memory.captures import is_capturing
+from fusedcomm.memory.launch_order import ordered
+from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.workspace import Call
 from fusedcomm.plan.builder import Builder, Layout, layout_of
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
-from fusedcomm.runtime.captures import is_capturing
-from fusedcomm.runtime.launch_order import ordered
-from fusedcomm.runtime.outside_modes import outside_modes
-from fusedcomm.runtime.workspace import Call
 
 Program = Callable[..., Any]  # of fusedcomm.plan: it emits the steps of a call
 Operand = Tensor | None | Sequence[Tensor | None]

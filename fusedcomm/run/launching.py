@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import Described, Fingerprint, Launch, Place, Table
-from fusedcomm.runtime.workspace import Workspace
 
 _MOST_KEPT = 4096  # kernels of a workspace; one with more, whose sizes change all the time, begins anew
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from fusedcomm.kernels.native_part import loaded
+from fusedcomm.memory.launch_order import order_of
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import (
     Ask,
     Await,
@@ -24,9 +27,6 @@ from fusedcomm.plan.schedule import (
     Wait,
 )
 from fusedcomm.run.packing import NotPackableError, pack
-from fusedcomm.runtime.launch_order import order_of
-from fusedcomm.runtime.native_part import loaded
-from fusedcomm.runtime.workspace import Workspace
 
 _ALWAYS = (0, 0, -1)
 

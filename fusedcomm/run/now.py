@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from fusedcomm.runtime.profiler import lane
+from fusedcomm.run.profiler import lane
 
 
 class Now:

@@ -13,9 +13,9 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from fusedcomm.memory.topology import triton_version
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import Described, Fingerprint, Launch, Place, Table
-from fusedcomm.runtime.topology import triton_version
-from fusedcomm.runtime.workspace import Workspace
 
 _MAP_BYTES = 128
 _SMALL_BYTES = 128 << 10

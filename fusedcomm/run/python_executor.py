@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from fusedcomm.memory import stream_writes
+from fusedcomm.memory.captures import is_capturing
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import (
     Ask,
     Await,
@@ -32,9 +35,6 @@ from fusedcomm.plan.schedule import (
 from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.launching import launch
 from fusedcomm.run.now import multiply
-from fusedcomm.runtime import stream_writes
-from fusedcomm.runtime.captures import is_capturing
-from fusedcomm.runtime.workspace import Workspace
 
 
 def run(

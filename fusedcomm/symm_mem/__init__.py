@@ -6,7 +6,7 @@ fusedcomm.symm_mem.enable_cpu()
 t = torch.distributed._symmetric_memory.empty(1024, device="cpu")
 """
 
-from fusedcomm.runtime.topology import no_native
+from fusedcomm.memory.topology import no_native
 from fusedcomm.symm_mem import cpu_kernels, torch_functions
 
 __all__ = ["enable_cpu"]

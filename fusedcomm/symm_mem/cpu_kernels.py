@@ -13,8 +13,8 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from fusedcomm.geometry.cut import EVEN
-from fusedcomm.runtime.group import resolve
+from fusedcomm.memory.group import resolve
+from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.symm_mem.meeting import is_symmetric, same_call
 from fusedcomm.symm_mem.peers import Peers, total
 

@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env
+from fusedcomm.memory import group as groups
+from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.ops.call_check import same_arguments
-from fusedcomm.runtime import group as groups
-from fusedcomm.runtime.outside_modes import outside_modes
 
 _PAGE = 4096  # bytes of a call as JSON
 _meetings: WeakKeyDictionary[ProcessGroup, _Meeting] = WeakKeyDictionary()

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
+from fusedcomm.memory import group as groups
+from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.run.add_in_order import add_in_order
-from fusedcomm.runtime import group as groups
-from fusedcomm.runtime.outside_modes import outside_modes
 from fusedcomm.symm_mem.meeting import timeout_ms
 
 _workspaces: WeakKeyDictionary[ProcessGroup, Tensor] = WeakKeyDictionary()

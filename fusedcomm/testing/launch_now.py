@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedcomm.geometry.spans import RoundSpans
+from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, Layout, layout_of
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
-from fusedcomm.runtime.outside_modes import outside_modes
 
 
 def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Any, fingerprint: int) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fusedcomm.runtime.beside_kernels import beside_kernels
-from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory.beside_kernels import beside_kernels
+from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
+from fusedcomm.memory.workspace import Workspace
 
 
 class VirtualGroup:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
-from fusedcomm.runtime.redact import redact
+from fusedcomm.memory.redact import redact
 from fusedcomm.tools import doctor_ranks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
 from fusedcomm.tools.doctor_ranks import GroupAnswer

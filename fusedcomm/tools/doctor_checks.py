@@ -14,10 +14,10 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 import fusedcomm
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.runtime import members, signals, topology
-from fusedcomm.runtime.group import store
-from fusedcomm.runtime.launch_order import ordered
-from fusedcomm.runtime.vote import agree
+from fusedcomm.memory import members, signals, topology
+from fusedcomm.memory.group import store
+from fusedcomm.memory.launch_order import ordered
+from fusedcomm.memory.vote import agree
 from fusedcomm.tools.doctor_findings import ERROR, OK, Finding
 from fusedcomm.tools.selftest_checks import small
 

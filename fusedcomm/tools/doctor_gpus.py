@@ -11,7 +11,7 @@ from typing import Any
 
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding
 
-CAPS = {"nvlink": 2, "write": 1}  # NVML's numbers of what the vote asks too: runtime/topology.py
+CAPS = {"nvlink": 2, "write": 1}  # NVML's numbers of what the vote asks too: memory/topology.py
 STATUS = ("ok", "chipset not supported", "GPU not supported", "topology not supported", "disabled", "not supported")
 NO_NVLINK = {STATUS[code] for code in (1, 2, 3, 5)}  # where no link is up, these say that there is none
 NO_PERMISSION = 4  # NVML's error for a GPU that this process may not use

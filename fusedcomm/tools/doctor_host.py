@@ -13,8 +13,8 @@ import torch
 
 from fusedcomm import env
 from fusedcomm.machine import PACKAGES, version
-from fusedcomm.runtime import topology
-from fusedcomm.runtime.nccl_options import nccl_version_text
+from fusedcomm.memory import topology
+from fusedcomm.memory.nccl_options import nccl_version_text
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.machine import version
+from fusedcomm.memory.group import store
+from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.runtime.group import store
-from fusedcomm.runtime.vote import agree
 from fusedcomm.tools import doctor_checks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
 

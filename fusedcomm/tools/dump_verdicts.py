@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedcomm.runtime.dumps import ENDED, SCHEMA, SIGUSR1
-from fusedcomm.runtime.flight_recorder import DONE, FAILED
+from fusedcomm.memory.dumps import ENDED, SCHEMA, SIGUSR1
+from fusedcomm.memory.flight_recorder import DONE, FAILED
 from fusedcomm.tools.doctor_findings import ranks_text
 
 GroupKey = tuple[str, tuple[int, ...], str]  # name, ranks, device type

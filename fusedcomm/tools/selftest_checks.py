@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
+from fusedcomm.memory.group import store
+from fusedcomm.memory.members import member
+from fusedcomm.memory.vote import agree
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
-from fusedcomm.runtime.group import store
-from fusedcomm.runtime.members import member
-from fusedcomm.runtime.vote import agree
 
 WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compiling its kernels
 ABSENT_S = 5  # bound of waits that are to fail

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from fusedcomm.bench import tune
 from fusedcomm.bench.fits import Unreliable
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cost import tuned
-from fusedcomm.cost.model import DEFAULTS, TUNED, Constants
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
-from fusedcomm.runtime import members
-from fusedcomm.runtime.group import resolve
-from fusedcomm.runtime.group_member import WorkspaceUnavailable, on_device
+from fusedcomm.memory import members
+from fusedcomm.memory.group import resolve
+from fusedcomm.memory.group_member import WorkspaceUnavailable, on_device
+from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.cost.model import DEFAULTS, TUNED, Constants
 
 TIMEOUT_S = 600
 NOT_KEPT = (

@@ -1,4 +1,4 @@
-// The last prepared calls of this process, for `fusedcomm.runtime.flight_recorder`.
+// The last prepared calls of this process, for `fusedcomm.memory.flight_recorder`.
 #pragma once
 
 #include <pthread.h>
@@ -76,7 +76,7 @@ class CallRing {
   }
 
  private:
-  static constexpr size_t kNumCalls = 256;  // fusedcomm.runtime.flight_recorder.NUM_CALLS
+  static constexpr size_t kNumCalls = 256;  // fusedcomm.memory.flight_recorder.NUM_CALLS
 
   mutable std::mutex mutex_;
   std::array<RecordedCall, kNumCalls> calls_;

@@ -28,7 +28,7 @@ at::Tensor waited(const char* collective, Values stack) {
 
 int64_t from_front(int64_t dim, int64_t num_dims) { return dim < 0 ? dim + num_dims : dim; }
 
-// Plain collectives, as in fusedcomm/reference.py. Dims count from the front.
+// Plain collectives, as in fusedcomm/run/reference.py. Dims count from the front.
 
 at::Tensor blocks_of(const at::Tensor& t, int64_t dim, int64_t num_blocks) {
   return t.unflatten(dim, {num_blocks, t.size(dim) / num_blocks}).movedim(dim, 0);

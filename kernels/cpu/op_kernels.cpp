@@ -215,7 +215,7 @@ void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared
   calls.add(Key(key.begin(), key.end()), std::move(call));
 }
 
-// What `fusedcomm.runtime.workspace.Workspace.for_plans` gives.
+// What `fusedcomm.memory.workspace.Workspace.for_plans` gives.
 void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::vector<at::Tensor>& segments,
                  const std::array<int64_t, 6>& offsets, int64_t slot_bytes, uintptr_t epoch, uintptr_t error_record,
                  std::shared_ptr<ResultsHeap> results, const std::vector<at::Tensor>& heaps, uintptr_t warm_until) {

@@ -1,4 +1,4 @@
-// The rounds of a workspace on a CPU, as `fusedcomm.runtime.workspace.Workspace` counts, signals and waits. What takes
+// The rounds of a workspace on a CPU, as `fusedcomm.memory.workspace.Workspace` counts, signals and waits. What takes
 // long or fails is left to it.
 #pragma once
 
@@ -20,11 +20,11 @@
 
 namespace fusedcomm {
 
-// As in fusedcomm.runtime.segment: a workspace with others has no prepared calls.
+// As in fusedcomm.memory.segment: a workspace with others has no prepared calls.
 constexpr int64_t kNumSlots = 2;
 constexpr int64_t kPostBytes = 24;
 
-// Where things lie in the segments of a group; the offsets are those of `fusedcomm.runtime.segment.HeaderLayout`.
+// Where things lie in the segments of a group; the offsets are those of `fusedcomm.memory.segment.HeaderLayout`.
 struct Segments {
   int64_t rank;
   int64_t group_size;

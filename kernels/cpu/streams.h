@@ -15,7 +15,7 @@ namespace fusedcomm {
 
 constexpr size_t kNumStreams = 3;  // MAIN, SENDS, READS of fusedcomm.plan.schedule.Stream
 
-// Calls of a device and lane run in one order on it, across groups, streams and threads (runtime/launch_order.py).
+// Calls of a device and lane run in one order on it, across groups, streams and threads (memory/launch_order.py).
 class LaunchOrder {
  public:
   std::recursive_mutex& mutex() { return mutex_; }

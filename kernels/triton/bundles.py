@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fusedcomm.geometry.spans import Span
+from torch import Tensor
 
 
 class SegmentLayout(NamedTuple):
-    """LAYOUT: where things lie in each rank's segment, in bytes (fusedcomm.runtime.segment.HeaderLayout)."""
+    """LAYOUT: where things lie in each rank's segment, in bytes (fusedcomm.memory.segment.HeaderLayout)."""
 
     group_size: int
     num_slots: int
@@ -22,8 +22,40 @@ class SegmentLayout(NamedTuple):
     header_bytes: int
 
 
+class Span(NamedTuple):
+    """Indices of one peer: ``start + peer * peer_stride + (i // inner) * outer_stride + i % inner``, 0 <= i < size.
+
+    If R * size indices are cut as (outer, R, inner), peer p owns [:, p, :]. A Span is that set, or a part of it.
+    """
+
+    size: int
+    start: int
+    inner: int
+    outer_stride: int
+    peer_stride: int
+
+    @property
+    def outer(self) -> int:
+        return self.size // self.inner
+
+    def first(self, peer: int) -> int:
+        return self.start + peer * self.peer_stride
+
+    def of(self, peer: int) -> Span:
+        """The same indices, as those of any peer."""
+        return Span(self.size, self.first(peer), self.inner, self.outer_stride, 0)
+
+    def view(self, t: Tensor, dim: int, peer: int) -> Tensor:
+        """The peer's indices of ``dim`` as two dims (outer, inner); never a copy."""
+        shape, stride = list(t.shape), list(t.stride())
+        step = stride[dim]
+        shape[dim : dim + 1] = [self.outer, self.inner]
+        stride[dim : dim + 1] = [self.outer_stride * step, step]
+        return t.as_strided(shape, stride, t.storage_offset() + self.first(peer) * step)
+
+
 class Spans(NamedTuple):
-    """Which batches, rows and columns a peer's chunk has (fusedcomm.geometry.exchange.RoundSpans)."""
+    """Which batches, rows and columns a peer's chunk has (fusedcomm.plan.geometry.exchange.RoundSpans)."""
 
     batches: Span
     rows: Span

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.kernels.triton.primitives import span_index
 from fusedcomm.kernels.triton.rounds import (
     end_round,

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import Operands
+from fusedcomm.kernels.triton.bundles import Operands, Span
 from fusedcomm.kernels.triton.matmul import (
     load_block,
     load_box,

@@ -15,12 +15,11 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra.cuda import globaltimer
 
-from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import Spans
+from fusedcomm.kernels.triton.bundles import Span, Spans
 
 INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
-# The header of a segment, in bytes: fusedcomm.runtime.segment.HeaderLayout, the parts that do not depend
+# The header of a segment, in bytes: fusedcomm.memory.segment.HeaderLayout, the parts that do not depend
 # on group_size.
 EPOCH = tl.constexpr(0)
 ARRIVALS = tl.constexpr(8)

@@ -73,7 +73,7 @@ def slot_of(segment, epoch, slot_bytes, LAYOUT: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit
 def source_rank(step, rank, LAYOUT: tl.constexpr):
-    """fusedcomm.runtime.workspace.sources_of: own data first, then in the order in which the peers send."""
+    """fusedcomm.memory.workspace.sources_of: own data first, then in the order in which the peers send."""
     return (rank + LAYOUT.group_size - step) % LAYOUT.group_size
 
 

@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_group
 import fusedcomm
 import fusedcomm.compile
 from fusedcomm import env
+from fusedcomm.memory import consent
+from fusedcomm.memory.consent import YES, Answer, Consent
 from fusedcomm.ops import same_moves
-from fusedcomm.runtime import consent
-from fusedcomm.runtime.consent import YES, Answer, Consent
 from tests.compile.test_commute import BEFORE, HEADS, TOKENS, Program, Values, check, inputs, product, results, to_heads
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.on_ranks import on_ranks

@@ -19,11 +19,11 @@ import fusedcomm
 from fusedcomm.compile.graph.layout import ASSUMED_SIZE
 from fusedcomm.compile.overlap.estimator import Estimator, reach
 from fusedcomm.compile.overlap.node_cost import NodeCost
-from fusedcomm.cost import links, model
-from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.runtime import members
-from fusedcomm.runtime.topology import Topology
+from fusedcomm.memory import members
+from fusedcomm.memory.topology import Topology
+from fusedcomm.plan.cost import links, model
+from fusedcomm.plan.cost.model import DEFAULTS
 from tests.helpers.merge_world import fake_ranks
 
 GPU, CPU = DEFAULTS["cuda"], DEFAULTS["cpu"]

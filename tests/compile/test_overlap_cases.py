@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fusedcomm.compile.overlap.estimator import Estimator, agreed_ones
 from fusedcomm.compile.overlap.scheduler import OverlapReport, schedule
 from fusedcomm.compile.overlap.simulator import simulate
-from fusedcomm.cost import model, tuned
+from fusedcomm.plan.cost import model, tuned
 from tests.compile.test_overlap_properties import fake_world
 from tests.helpers.order_checks import WAIT, executed, is_start
 from tests.helpers.random_graphs import Peers, aten, functional, inputs

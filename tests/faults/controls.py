@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from fusedcomm.memory import members, segment
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch, prepared
-from fusedcomm.runtime import members, segment
-from fusedcomm.runtime.workspace import Workspace
 from tests.faults.cells import Cell, select
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedcomm.memory.results import Results
+from fusedcomm.memory.segment import NUM_SLOTS
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.runtime.results import Results
-from fusedcomm.runtime.segment import NUM_SLOTS
-from fusedcomm.runtime.workspace import Workspace
 from tests.helpers.problems import Problem, expected, integers
 
 SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults, so that growth is cheap and guards are quickly checked

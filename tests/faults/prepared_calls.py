@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from fusedcomm.kernels.native_part import loaded
+from fusedcomm.memory.results import Results
+from fusedcomm.memory.segment import FINGERPRINT_BITS
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
-from fusedcomm.runtime.native_part import loaded
-from fusedcomm.runtime.results import Results
-from fusedcomm.runtime.segment import FINGERPRINT_BITS
-from fusedcomm.runtime.workspace import Workspace
 from tests.faults.steps import CALL, CALLS, LATER_CALL, STOPPING, Fault, GoOn, Reached, replaced
 
 SLOTS = ("push", "signal", "read")  # about to write a chunk into a slot, about to signal it, about to read one

@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
-from fusedcomm.runtime import group_member, members, results
-from fusedcomm.runtime.group import store
-from fusedcomm.runtime.vote import agree
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory import group_member, members, results
+from fusedcomm.memory.group import store
+from fusedcomm.memory.vote import agree
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.tools.selftest_checks import settings
 from tests.faults import prepared_calls
 from tests.faults.cells import MEET_S, Cell

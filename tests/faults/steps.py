@@ -21,27 +21,27 @@ CALLS = ("another-op", "another-shape", "another-dtype", "one-more", "one-fewer"
 FIRST_CALL, LATER_CALL, CALL = "first-call", "later-call", "call"
 
 FIRST = {  # steps of a group's first call
-    "vote": "fusedcomm.runtime.topology:probe",
-    "allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
-    "rendezvous": "fusedcomm.runtime.group_member:Member._rendezvous",
+    "vote": "fusedcomm.memory.topology:probe",
+    "allocate": "fusedcomm.memory.workspace:Workspace.initialise",
+    "rendezvous": "fusedcomm.memory.group_member:Member._rendezvous",
 }
 GROWTH = {  # steps of a call that needs a larger workspace
-    "grow": "fusedcomm.runtime.group_member:Member._come_together",
-    "grow-allocate": "fusedcomm.runtime.workspace:Workspace.initialise",
+    "grow": "fusedcomm.memory.group_member:Member._come_together",
+    "grow-allocate": "fusedcomm.memory.workspace:Workspace.initialise",
 }
 EXECUTOR = "fusedcomm.run.python_executor:Execution"
-ENTER = {"enter": "fusedcomm.runtime.workspace:Workspace.enter"}
+ENTER = {"enter": "fusedcomm.memory.workspace:Workspace.enter"}
 CHUNKED = {
     **ENTER,
     "push": f"{EXECUTOR}.step",
-    "signal": "fusedcomm.runtime.workspace:Workspace.signal",
-    "wait": "fusedcomm.runtime.workspace:Workspace.wait",
+    "signal": "fusedcomm.memory.workspace:Workspace.signal",
+    "wait": "fusedcomm.memory.workspace:Workspace.wait",
     "read": f"{EXECUTOR}.step",
-    "end": "fusedcomm.runtime.workspace:Workspace._epoch_word",
+    "end": "fusedcomm.memory.workspace:Workspace._epoch_word",
 }
 IN_PLACE = {  # steps of a call whose results peers can write
-    "post": "fusedcomm.runtime.workspace:Workspace.post",
-    "look": "fusedcomm.runtime.workspace:Workspace.posted",
+    "post": "fusedcomm.memory.workspace:Workspace.post",
+    "look": "fusedcomm.memory.workspace:Workspace.posted",
 }
 FUSED = {
     **ENTER,
@@ -57,8 +57,8 @@ FUSED = {
     },
     "signal": "fusedcomm.kernels.triton.rounds:signal",
     "wait": "fusedcomm.kernels.triton.rounds:wait",
-    "end": "fusedcomm.runtime.workspace:Workspace.launched",
-    "result": "fusedcomm.runtime.workspace:Workspace.empty",
+    "end": "fusedcomm.memory.workspace:Workspace.launched",
+    "result": "fusedcomm.memory.workspace:Workspace.empty",
 }
 BY_ALGORITHM = {
     "chunked": {
@@ -66,7 +66,7 @@ BY_ALGORITHM = {
         **GROWTH,
         **CHUNKED,
         **IN_PLACE,
-        "result": "fusedcomm.runtime.workspace:Workspace.empty",
+        "result": "fusedcomm.memory.workspace:Workspace.empty",
     },
     "fused": FUSED,
 }

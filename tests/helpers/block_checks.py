@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 import fusedcomm.compile
-from fusedcomm.cost.model import DEFAULTS
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.plan.cost.model import DEFAULTS
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.model_blocks import BLOCKS, ROTARIES, Model, Size, Table, rotary_table
 from tests.helpers.process_groups import left_as_found

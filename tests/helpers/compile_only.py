@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from fusedcomm.bench.gpu_check.compiling import compiling
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.memory import topology
+from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.plan.builder import Device, Memory
-from fusedcomm.runtime import topology
-from fusedcomm.runtime.segment import HeaderLayout
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order
 from tests.helpers.narrow_products import narrow_products

@@ -11,9 +11,9 @@ from unittest import mock
 
 from torch import Tensor
 
-from fusedcomm.algorithms import pieces
-from fusedcomm.cost import in_pieces as cost_in_pieces
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
+from fusedcomm.plan.cost import in_pieces as cost_in_pieces
+from fusedcomm.run import pieces
 
 AS_IT_IS, EARLY, LATE = "as-it-is", "early", "late"
 

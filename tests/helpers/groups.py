@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.runtime import members, results
+from fusedcomm.memory import members, results
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
 

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms import planner
 from fusedcomm.bench import tune
 from fusedcomm.bench.common import Goal, Ratio, at_least, draws, ms, tabulated
 from fusedcomm.bench.fits import Unreliable
@@ -39,9 +38,10 @@ from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.launch.provenance import run_facts
+from fusedcomm.memory import members
+from fusedcomm.memory.group import resolve
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime import members
-from fusedcomm.runtime.group import resolve
+from fusedcomm.plan import planner
 from tests.helpers.hosts import MOST_MBIT, NoHosts, torchrun, two_hosts
 
 OPS = ("matmul_all_to_all", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce")

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.algorithms.pieces import Piece
-from fusedcomm.runtime.vote import STORE_THREAD
+from fusedcomm.memory.vote import STORE_THREAD
+from fusedcomm.run.pieces import Piece
 from tests.helpers.groups import call, check, empty_is_nan
 from tests.helpers.hosts import set_link
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fusedcomm
-from fusedcomm.runtime import members
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory import members
+from fusedcomm.memory.workspace import Workspace
 from tests.faults.cells import MEET_S
 from tests.faults.prepared_calls import until_signalled
 from tests.helpers.groups import fresh_group, member_of

@@ -9,9 +9,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.geometry.spans import RoundSpans
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.run.now import Now
 from fusedcomm.testing import launch_now
 from tests.helpers.op_problems import as_list

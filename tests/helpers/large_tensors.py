@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 
+from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.plan import launches
-from fusedcomm.runtime.segment import HeaderLayout
 from tests.helpers.sparse import sparse
 from tests.helpers.virtual_ranks import VirtualRank
 

@@ -31,16 +31,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
-from fusedcomm.geometry import shapes
 from fusedcomm.launch.provenance import run_facts
+from fusedcomm.memory import launch_order, stream_writes
+from fusedcomm.memory.group_member import Member
+from fusedcomm.memory.topology import Topology
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from fusedcomm.plan import launches
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.schedule import Described
 from fusedcomm.run import launching, python_executor
-from fusedcomm.runtime import launch_order, stream_writes
-from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.topology import Topology
-from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers import compile_only

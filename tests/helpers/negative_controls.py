@@ -9,7 +9,7 @@ The fault matrix, the random programs and the model of the protocol must find wh
 tests/faults/controls.py, tests/helpers/soak_faults.py, PLANTED in tests/protocol/test_model.py (a reset without
 a new segment is there alone). What nothing here switches off: the order of memory on GPUs
 (tests/kernels/test_ptx_order.py refuses PTX without one), and the order of waiting kernels on a GPU
-(fusedcomm/runtime/launch_order.py).
+(fusedcomm/memory/launch_order.py).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 
 EVEN = {  # the arguments that say which part of a dim each rank has
     "matmul_all_to_all": (None,) * 5,

@@ -183,7 +183,7 @@ def thread_waits(rank: int, port: int) -> None:
     """A daemon thread of rank 0 waits for a peer that comes when the interpreter has ended, which takes a while."""
 
     def leave_a_thread() -> None:
-        from fusedcomm.runtime import flight_recorder
+        from fusedcomm.memory import flight_recorder
 
         threading.Thread(target=use, args=(1,), daemon=True).start()
         wait_until(lambda: flight_recorder.last()[-1].state == flight_recorder.RUNNING)

@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch
 
+from fusedcomm.memory import members, segment, workspace
 from fusedcomm.ops import prepared
 from fusedcomm.plan.schedule import Base, Copy, Multiply, Signal, Step, Stream, Wait
 from fusedcomm.run import native_plan
 from fusedcomm.run.python_executor import Execution
-from fusedcomm.runtime import members, segment, workspace
 from tests.soak import invoke, worker
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues

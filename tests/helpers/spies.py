@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusedcomm.memory import members, workspace
 from fusedcomm.parallel.gradient_when_read import WhenRead
 from fusedcomm.plan.schedule import Base, Signal
 from fusedcomm.run import python_executor
-from fusedcomm.runtime import members, workspace
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 OUTER = {DTensor, WhenRead}

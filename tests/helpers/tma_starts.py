@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.schedule import Described
 from fusedcomm.plan.tiles import num_cuts
 

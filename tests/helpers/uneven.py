@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.cut import Splits
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.cut import Splits
+from fusedcomm.plan.geometry.exchange import Exchange
 
 Sizes = tuple[int, ...]
 Ranges = tuple[tuple[int, int], ...]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm.memory.segment import HeaderLayout
+from fusedcomm.memory.topology import tf32_allowed
 from fusedcomm.plan.builder import Device, Memory
-from fusedcomm.runtime.segment import HeaderLayout
-from fusedcomm.runtime.topology import tf32_allowed
 
 GUARD = 0xA5
 NOT_A_NUMBER = 0xFF  # in every byte of a float of any type

@@ -27,7 +27,7 @@ REGISTERS = 64 << 10  # how many a multiprocessor has
 SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel"}
 
 
-# Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/runtime/segment.py:MOST_SLOT_BYTES
+# Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/memory/segment.py:MOST_SLOT_BYTES
 # bounds a chunk, and with it the rows, tiles and blocks of K of a round.
 BOUNDED_PRODUCTS = {
     "copy.py: for tile in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run, tl.num_programs(0)):": (

@@ -10,8 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
 

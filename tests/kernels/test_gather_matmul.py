@@ -18,8 +18,8 @@ from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
 from fusedcomm.plan import tiles
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls

@@ -15,10 +15,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
+from fusedcomm.memory.segment import MOST_SLOT_BYTES
 from fusedcomm.plan import tiles
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.runtime.segment import MOST_SLOT_BYTES
 from fusedcomm.testing import launch_now
 from tests.helpers.large_tensors import large_ranks, only_programs, overflow_is_an_error, signalled, slot_of
 from tests.helpers.sparse import sparse

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import check_calls
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record

@@ -18,14 +18,14 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
 
-from fusedcomm.algorithms.planned import chunked, fused
-from fusedcomm.geometry import shapes
 from fusedcomm.kernels.triton import primitives, rounds
+from fusedcomm.memory import segment
+from fusedcomm.memory.segment import HeaderLayout
+from fusedcomm.memory.workspace import Call
 from fusedcomm.plan import launches, tiles
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.runtime import segment
-from fusedcomm.runtime.segment import HeaderLayout
-from fusedcomm.runtime.workspace import Call
+from fusedcomm.run.planned import chunked, fused
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.kernel_calls import by_name, check_calls, exchange_of

@@ -12,7 +12,7 @@ from tests.helpers.tiers import thorough_but
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem

@@ -14,10 +14,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.exchange import Exchange
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, layout_of
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Launch
 from fusedcomm.run.launching import kernel
 from tests.helpers.tma_starts import start_violations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusedcomm.geometry import shapes
+from fusedcomm.plan.geometry import shapes
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fusedcomm
 from fusedcomm import Plan, env
-from fusedcomm.geometry import shapes
+from fusedcomm.memory import flight_recorder, members
 from fusedcomm.ops import call_check
 from fusedcomm.ops.call_check import compare, facts_of
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.redistribution import mesh_groups
-from fusedcomm.runtime import flight_recorder, members
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.algorithms import planner
-from fusedcomm.geometry import shapes
+from fusedcomm.memory import captures
+from fusedcomm.memory.group_member import Member
+from fusedcomm.memory.topology import Topology
 from fusedcomm.ops import dispatch
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.runtime import captures
-from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.topology import Topology
+from fusedcomm.plan import planner
+from fusedcomm.plan.geometry import shapes
 
 OP, GPU, BF16 = "matmul_all_to_all", torch.device("cuda:0"), torch.bfloat16
 ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.geometry import exchange
+from fusedcomm.plan.geometry import exchange
 from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients, loss_weights
@@ -75,7 +75,7 @@ def problems_of(op: str, dtype: torch.dtype) -> list[Problem]:
 @pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(rank: int, op: str, algorithm: str, dtype: torch.dtype) -> None:
-    """Integers are exact. Shapes are proved by tests/algorithms and tests/kernels, without processes."""
+    """Integers are exact. Shapes are proved by tests/run and tests/kernels, without processes."""
     check_problems(rank, problems_of(op, dtype), dtype, algorithm)
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from fusedcomm.run import python_executor
-from fusedcomm.runtime.workspace import Workspace
 from tests.faults.prepared_calls import until_posted
 from tests.helpers.groups import member_of
 from tests.helpers.heaps import in_child

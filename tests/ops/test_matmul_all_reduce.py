@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.geometry import shapes
+from fusedcomm.plan.geometry import shapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import pushed
 

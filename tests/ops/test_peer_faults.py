@@ -1,6 +1,6 @@
 """Ranks in different calls, and calls larger than the workspace's cap, for every op.
 
-Ranks that do not come: tests/runtime/test_faults.py.
+Ranks that do not come: tests/memory/test_faults.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.algorithms import planner
-from fusedcomm.runtime.segment import NUM_SLOTS, HeaderLayout
+from fusedcomm.memory.segment import NUM_SLOTS, HeaderLayout
+from fusedcomm.plan import planner
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED

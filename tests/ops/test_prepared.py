@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm.memory import flight_recorder, group_member, segment
 from fusedcomm.ops import prepared
-from fusedcomm.runtime import flight_recorder, group_member, segment
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedcomm
-from fusedcomm.algorithms import planner
-from fusedcomm.algorithms.planned import chunked
-from fusedcomm.algorithms.planner import Plan
+from fusedcomm.memory import topology
+from fusedcomm.memory.group_member import Member
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof, table
 from fusedcomm.ops.whole_group import PROGRAMS
-from fusedcomm.runtime import topology
-from fusedcomm.runtime.group_member import Member
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.plan import planner
+from fusedcomm.plan.planner import Plan
+from fusedcomm.run.planned import chunked
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED

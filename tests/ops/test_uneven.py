@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.geometry import shapes
-from fusedcomm.geometry.cut import EVEN, Splits, chunk_parts
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.cut import EVEN, Splits, chunk_parts
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import after_peers, chunked_group, in_place_from
 from tests.helpers.on_ranks import on_ranks

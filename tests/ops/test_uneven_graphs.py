@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
 import fusedcomm
-from fusedcomm.geometry.cut import chunk_parts
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.nn import UlyssesOut, UlyssesQKV
+from fusedcomm.plan.geometry.cut import chunk_parts
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm import reference
-from fusedcomm.cost import model
+from fusedcomm.plan.cost import model
+from fusedcomm.run import reference
 from tests.helpers.groups import fresh_group
 from tests.helpers.in_place import without_plans
 from tests.helpers.on_ranks import on_ranks

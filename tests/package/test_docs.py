@@ -291,9 +291,9 @@ def test_commands_can_be_called_as_they_are_written(monkeypatch: pytest.MonkeyPa
 
 def test_names_that_do_not_exist_are_found() -> None:
     spans = "fusedcomm/nowhere.py,workspace.py,make nonsense,fusedcomm.no_such_op,fusedcomm nonsense"
-    more = "fusedcomm/runtime/workspace.py:Workspace.nothing,fusedcomm demo --nonsense,no_such_word_anywhere"
+    more = "fusedcomm/memory/workspace.py:Workspace.nothing,fusedcomm demo --nonsense,no_such_word_anywhere"
     assert [span for span in f"{spans},{more}".split(",") if not wrong_name(span)] == []
-    assert wrong_name("fusedcomm/runtime/workspace.py:Workspace.fail") is None
+    assert wrong_name("fusedcomm/memory/workspace.py:Workspace.fail") is None
 
 
 @pytest.mark.parametrize("index", ["README", "api/README"])

@@ -38,10 +38,10 @@ def test_import_costs_little_on_top_of_torch() -> None:
 def test_import_leaves_triton_dtensor_and_nvml_alone() -> None:
     code = "import sys, torch; a = set(sys.modules); import fusedcomm; print(*set(sys.modules) - a)"
     imported = python(code).split()
-    assert "fusedcomm.algorithms.planner" in imported
+    assert "fusedcomm.plan.planner" in imported
     late = ("triton", "torch.distributed.tensor", "pynvml", "rich", "fusedcomm.kernels")
-    plain = {"fusedcomm.kernels", "fusedcomm.kernels.triton", "fusedcomm.kernels.triton.bundles"}  # what hosts fill
-    native = {f"fusedcomm.kernels.cpu{name}" for name in ("", ".native", ".sources")}  # has the ops' kernels for CPUs
+    plain = {f"fusedcomm.kernels{name}" for name in ("", ".triton", ".triton.bundles", ".native_part")}
+    native = {f"fusedcomm.kernels.cpu{name}" for name in ("", ".native", ".sources")}
     assert not [m for m in imported if m.startswith(late) and m not in plain | native]
 
 
@@ -49,7 +49,7 @@ def test_dir_shows_the_public_names_only() -> None:
     assert [name for name in dir(fusedcomm) if not name.startswith("__")] == sorted(fusedcomm.__all__)
     assert {"__all__", "__doc__", "__file__", "__version__"} <= set(dir(fusedcomm))
     assert not [name for name in fusedcomm.__all__ if not hasattr(fusedcomm, name)]
-    assert fusedcomm.runtime.members.close is fusedcomm.close  # submodules stay reachable
+    assert fusedcomm.memory.members.close is fusedcomm.close  # submodules stay reachable
 
 
 def test_the_command_tells_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,9 +189,7 @@ def test_a_native_part_built_for_another_torch_is_refused_with_both_versions() -
     """It would load: the sizes of classes and the order of their virtual functions are all that differs."""
     release = torch.__version__.rpartition(".")[0]
     versions = ["2.99.1+cpu", f"{release}.99+cu130"]  # a patch release changes neither
-    found = (
-        "import torch; torch.__version__ = {!r}; from fusedcomm.runtime import topology; print(topology.no_native())"
-    )
+    found = "import torch; torch.__version__ = {!r}; from fusedcomm.memory import topology; print(topology.no_native())"
     refused, loaded = (python(found.format(version)).strip() for version in versions)
     how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
     assert re.sub(rf"torch {release}\.\d+,", "torch ...,", refused) == (
@@ -205,7 +203,7 @@ def test_a_native_part_built_from_other_sources_is_not_used() -> None:
     changed = (
         "import sys, types; digest = types.SimpleNamespace(digest=lambda: 'another'); "
         "sys.modules['fusedcomm.kernels.cpu.sources'] = digest; "
-        "from fusedcomm.runtime import topology; print(topology.no_native())"
+        "from fusedcomm.memory import topology; print(topology.no_native())"
     )
     assert "(built from other sources than the checkout has now); pip install" in python(changed)
 

@@ -28,12 +28,12 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import HashStore
 
 import fusedcomm
-from fusedcomm.cost import tuned
-from fusedcomm.cost.model import DEFAULTS, TUNED
-from fusedcomm.geometry.rank_order import peers_of, sources_of
-from fusedcomm.runtime import group as groups
-from fusedcomm.runtime.segment import HeaderLayout
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory import group as groups
+from fusedcomm.memory.segment import HeaderLayout
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.cost.model import DEFAULTS, TUNED
+from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
@@ -249,7 +249,7 @@ def test_ranks_and_who_starts_them_listen_on_loopback(who: str, ranks: Ranks) ->
     assert not reachable(addresses)
 
 
-# What the ranks of a group tell each other. Posts of others: tests/runtime/test_vote.py
+# What the ranks of a group tell each other. Posts of others: tests/memory/test_vote.py
 
 
 def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
@@ -294,7 +294,7 @@ def test_a_hostile_offer_of_memory_is_an_error_in_bounded_time(offer: bytes) -> 
     assert re.fullmatch(r"DistStoreError: .* (rank 1|some rank) did not come within 0.2 s", error)
 
 
-# The file of tuned numbers. Who may have written it and what it may say: tests/cost/test_tuned.py
+# The file of tuned numbers. Who may have written it and what it may say: tests/plan/test_tuned.py
 
 
 @pytest.fixture

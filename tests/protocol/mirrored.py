@@ -6,8 +6,8 @@ from tests.protocol.mirrors import Mirrors
 
 MIRRORED: Mirrors = {
     "scenario.compile_script, _sends and _receives": {
-        "fusedcomm/runtime/segment.py:HeaderLayout": ("flag slot post mark", "1c9c738f24f6"),
-        "fusedcomm/runtime/workspace.py:Workspace": ("end_round launched handshake", "20386f20ce1c"),
+        "fusedcomm/memory/segment.py:HeaderLayout": ("flag slot post mark", "1c9c738f24f6"),
+        "fusedcomm/memory/workspace.py:Workspace": ("end_round launched handshake", "20386f20ce1c"),
         "fusedcomm/plan/builder.py:Builder": ("chunk", "d7f62ea79c5e"),
         "fusedcomm/plan/chunked.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _multiply_from",
@@ -17,8 +17,8 @@ MIRRORED: Mirrors = {
             "push_matmul push_reduce push_reduce_gather gather_matmul _push_sum _send _copy",
             "2aa28b888008",
         ),
-        "fusedcomm/runtime/launch_order.py": ("ordered", "fd55578709e3"),
-        "fusedcomm/algorithms/planner.py": ("_reject_uneven _reject_reason", "ce2c04d78d78"),
+        "fusedcomm/memory/launch_order.py": ("ordered", "fd55578709e3"),
+        "fusedcomm/plan/planner.py": ("_reject_uneven _reject_reason", "ce2c04d78d78"),
         "kernels/triton/rounds.py": (
             "next_round slot_of end_round report signal_peer source_rank wait_all",
             "a5d99ab61b6c",
@@ -27,14 +27,14 @@ MIRRORED: Mirrors = {
         "kernels/cpu/rounds.h": ("slot slot_offset end", "65998c65e20e"),
         "kernels/cpu/plan.cpp": ("in_order operator()", "befac8fe69ba"),
         "kernels/cpu/prepared_calls.cpp": ("run_plan", "70a36e6bbeac"),
-        "fusedcomm/geometry/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
+        "fusedcomm/plan/geometry/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
         "fusedcomm/plan/moves.py:Moves": (
             "begin push _push_staged pack unpack _unpack_by_kernel _unpack_parts reduce finish _end_round _signal",
             "d8693df3b567",
         ),
         "fusedcomm/plan/launches.py": ("push pack gather_matmul unpack reduce signal _finish", "cd1581eefbd2"),
         "fusedcomm/run/python_executor.py:Execution": ("steps step tensor _base _signal _end_round", "3807ec0eacf8"),
-        "fusedcomm/runtime/signals.py": ("signal wait", "e237958663e7"),
+        "fusedcomm/memory/signals.py": ("signal wait", "e237958663e7"),
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
         "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "87bc39cdc887"),
         "kernels/triton/handshake.py": ("signal_kernel finish_kernel", "470bacf2e47d"),
@@ -49,7 +49,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/plan/fused.py": ("gather_matmul _send", "3f37a873caca"),
     },
     "model.ProtocolModel: calls": {
-        "fusedcomm/runtime/workspace.py:Workspace": (
+        "fusedcomm/memory/workspace.py:Workspace": (
             "enter check check_peers signal _must_stop wait breakers",
             "bf9d695d808b",
         ),
@@ -68,15 +68,15 @@ MIRRORED: Mirrors = {
         "fusedcomm/plan/launches.py": ("begin_push wait_source", "5a313c8cb1f3"),
     },
     "model.ProtocolModel: failures and resets": {
-        "fusedcomm/runtime/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "394142365cdb"),
+        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "394142365cdb"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
-        "fusedcomm/runtime/members.py": ("_all_members reset", "6bdd0ab135ed"),
-        "fusedcomm/runtime/group_member.py:Member": (
+        "fusedcomm/memory/members.py": ("_all_members reset", "6bdd0ab135ed"),
+        "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
             "869ce0092f63",
         ),
-        "fusedcomm/runtime/vote.py": ("agree", "4dbc9ecded3c"),
-        "fusedcomm/runtime/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
+        "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
+        "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
     },
     "results.ResultsInPlace": {
         "fusedcomm/plan/moves.py:Moves": ("result begin push pack _ask arrivals unpack", "b684e60c2ccc"),
@@ -85,13 +85,13 @@ MIRRORED: Mirrors = {
             "6ce18dc36fce",
         ),
         "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
-        "fusedcomm/runtime/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
-        "fusedcomm/runtime/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
+        "fusedcomm/memory/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
+        "fusedcomm/memory/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
         "kernels/cpu/plan.cpp": ("ask", "0812844d5fb4"),
-        "fusedcomm/runtime/workspace.py:Workspace": (
+        "fusedcomm/memory/workspace.py:Workspace": (
             "post all_have_posted posted _stamp _retire_results fail _give_up abandon",
             "ff26cc7b359b",
         ),
-        "fusedcomm/runtime/group_member.py:Member": ("reset close _make_results _drop_results _share", "06e3bc952c58"),
+        "fusedcomm/memory/group_member.py:Member": ("reset close _make_results _drop_results _share", "06e3bc952c58"),
     },
 }

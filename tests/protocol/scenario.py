@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fusedcomm.geometry.rank_order import peers_of, sources_of
-from fusedcomm.runtime.segment import NUM_SLOTS
+from fusedcomm.memory.segment import NUM_SLOTS
+from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 
 
 @dataclass(frozen=True)

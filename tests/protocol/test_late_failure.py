@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.geometry.spans import RoundSpans, Span
 from fusedcomm.kernels.triton import copy
+from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.testing import launch_now
 from tests.helpers import virtual_ranks as virtual
 

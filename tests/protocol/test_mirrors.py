@@ -100,7 +100,7 @@ def test_the_code_is_what_the_model_was_read_against() -> None:
     assert not found, "\n\n".join(found)
 
 
-WAIT, NATIVE_WAIT = ("fusedcomm/runtime/workspace.py:Workspace", "wait"), ("kernels/cpu/flags.h", "wait_word")
+WAIT, NATIVE_WAIT = ("fusedcomm/memory/workspace.py:Workspace", "wait"), ("kernels/cpu/flags.h", "wait_word")
 
 
 @pytest.mark.parametrize(

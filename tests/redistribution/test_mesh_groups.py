@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.cost import tuned
-from fusedcomm.cost.model import DEFAULTS, TUNED
 from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.cost.model import DEFAULTS, TUNED
 from fusedcomm.redistribution import mesh_groups
 from tests.helpers.merge_world import fake_ranks
 from tests.helpers.on_ranks import on_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.plan.cost.model import DEFAULTS
 from fusedcomm.redistribution import search, steps
 from fusedcomm.redistribution.search import RedistributionPlan
 from fusedcomm.redistribution.sharding import Sharding

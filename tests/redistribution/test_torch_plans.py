@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.plan.cost.model import DEFAULTS
 from fusedcomm.redistribution import search
 from fusedcomm.redistribution.step_time import MeshLinks
 from tests.helpers import redistribution_torch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.runtime.group import resolve
+from fusedcomm.memory.group import resolve
 from tests.helpers.problems import EVEN
 from tests.soak import uneven_call
 from tests.soak.known_values import KnownValues, SoakInputs

@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from fusedcomm.memory import workspace
 from fusedcomm.run import python_executor
-from fusedcomm.runtime import workspace
 
 LONGEST_S = 0.002
 

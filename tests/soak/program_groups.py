@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 
-from fusedcomm.runtime import members
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory import members
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.tools.selftest_checks import settings
 from tests.soak.random_program import MESH_DIMS, SoakGroup
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.algorithms.planner import Plan
+from fusedcomm.memory import group_member, results
+from fusedcomm.memory.group import store
+from fusedcomm.memory.vote import agree
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.runtime import group_member, results
-from fusedcomm.runtime.group import store
-from fusedcomm.runtime.vote import agree
+from fusedcomm.plan.planner import Plan
 from fusedcomm.tools.selftest_checks import settings
 from tests.helpers.in_place import in_place_from
 from tests.soak import invoke

@@ -133,7 +133,7 @@ def test_versions_outside_of_the_range_are_found(
     monkeypatch: pytest.MonkeyPatch, name: str, changed: str | None, num_gpus: int, level: str
 ) -> None:
     reason = "cannot be loaded" if name == "native part" else None
-    monkeypatch.setattr("fusedcomm.runtime.topology.no_native", lambda: reason)
+    monkeypatch.setattr("fusedcomm.memory.topology.no_native", lambda: reason)
     versions = doctor_host.versions(None, None) | {"triton": "3.9", "torch": "2.13.0", "linux": "6.8"} | {name: changed}
     assert [(each.name, each.level) for each in doctor_host.find_versions(versions, num_gpus)] == [(name, level)]
 

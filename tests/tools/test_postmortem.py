@@ -18,8 +18,8 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import tools
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.runtime import dumps
-from fusedcomm.runtime.departures import KILLED
+from fusedcomm.memory import dumps
+from fusedcomm.memory.departures import KILLED
 from fusedcomm.tools import dump_verdicts
 from fusedcomm.tools.dump_verdicts import Dump, RecordedCall, judge
 from tests.helpers.groups import call, check, fresh_group

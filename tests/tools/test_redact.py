@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusedcomm.runtime import redact
+from fusedcomm.memory import redact
 
 
 def test_a_host_is_hidden_with_its_domain_and_so_is_the_head_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
+from fusedcomm.memory import topology
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import table
-from fusedcomm.runtime import topology
-from fusedcomm.runtime.workspace import Workspace
 from fusedcomm.tools import main, selftest, selftest_checks
 from fusedcomm.tools.selftest_checks import ExactCall
 

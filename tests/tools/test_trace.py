@@ -11,7 +11,7 @@ from fusedcomm.bench.measure import Options
 from fusedcomm.bench.op_programs import PROGRAMS
 from fusedcomm.bench.trace import PIDS_PER_RANK
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime.profiler import LANES, lane
+from fusedcomm.run.profiler import LANES, lane
 from fusedcomm.testing import RankPool
 from fusedcomm.tools.bench import record_op
 

@@ -13,11 +13,11 @@ import torch
 from fusedcomm.bench import estimates, tune
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.timing import ValuesDiffer
-from fusedcomm.cost import model
-from fusedcomm.cost.model import DEFAULTS
+from fusedcomm.memory import group_member, members, topology
+from fusedcomm.memory.group import resolve
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.runtime import group_member, members, topology
-from fusedcomm.runtime.group import resolve
+from fusedcomm.plan.cost import model
+from fusedcomm.plan.cost.model import DEFAULTS
 
 CPU = torch.device("cpu")
 FAST = replace(DEFAULTS["cpu"], source=model.TUNED, copy_bandwidth=3e9)

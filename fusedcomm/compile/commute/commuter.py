@@ -32,8 +32,8 @@ from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs, stand_fo
 from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import WAIT, value
-from fusedcomm.cost.model import DEFAULTS
-from fusedcomm.runtime.consent import YES
+from fusedcomm.memory.consent import YES
+from fusedcomm.plan.cost.model import DEFAULTS
 
 NOTE = "fusedcomm_moves"  # in the metadata of an exchange: over what it was moved, or why it was not
 ORIGIN = "fusedcomm_origin"  # in the metadata of a new collective: the exchanges because of which it is there, as bits

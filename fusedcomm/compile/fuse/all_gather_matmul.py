@@ -16,7 +16,7 @@ from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import MATMULS, Product
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import value
-from fusedcomm.geometry.cut import EVEN
+from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "all_gather_matmul"
 KIND = "all_gather"

@@ -15,7 +15,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import value
-from fusedcomm.geometry.cut import EVEN
+from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "all_to_all_matmul"
 KIND = "all_to_all"

@@ -20,7 +20,7 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, pro
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import along, follow, path_back, value
-from fusedcomm.geometry.cut import EVEN
+from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_all_to_all"
 KIND = "all_to_all"

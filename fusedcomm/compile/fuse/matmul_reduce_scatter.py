@@ -13,7 +13,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
-from fusedcomm.geometry.cut import EVEN
+from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_reduce_scatter"
 KIND = "reduce_scatter"

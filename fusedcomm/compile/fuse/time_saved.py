@@ -14,14 +14,14 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
-from fusedcomm.algorithms.planner import constants_of, dtype_name
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import assumed, hint
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.views import value
-from fusedcomm.cost.model import DEFAULTS, Constants
-from fusedcomm.runtime import members
-from fusedcomm.runtime.topology import tf32_allowed
+from fusedcomm.memory import members
+from fusedcomm.memory.topology import tf32_allowed
+from fusedcomm.plan.cost.model import DEFAULTS, Constants
+from fusedcomm.plan.planner import constants_of, dtype_name
 
 SizeOf: TypeAlias = "Callable[[int | torch.SymInt], int]"
 LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at most, before sending and after arrival

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.views import block, value
-from fusedcomm.runtime import group
+from fusedcomm.memory import group
 
 functional = torch.ops._c10d_functional
 POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")

@@ -17,8 +17,8 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph.collectives import argument_of, kind_of
 from fusedcomm.compile.graph.reader import Digest, Reader
-from fusedcomm.runtime import consent, group
-from fusedcomm.runtime.consent import YES, Answer
+from fusedcomm.memory import consent, group
+from fusedcomm.memory.consent import YES, Answer
 
 
 class Sequence:

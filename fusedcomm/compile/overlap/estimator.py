@@ -35,13 +35,17 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.algorithms import planner
 from fusedcomm.compile.graph.collectives import WAITS, argument_of, kind_of, memberships
 from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
-from fusedcomm.cost import in_pieces, links, tuned
-from fusedcomm.cost.model import (
+from fusedcomm.memory import group, members
+from fusedcomm.memory.topology import tf32_allowed
+from fusedcomm.memory.vote import agree
+from fusedcomm.ops.table import OPS
+from fusedcomm.plan import planner
+from fusedcomm.plan.cost import in_pieces, links, tuned
+from fusedcomm.plan.cost.model import (
     DEFAULTS,
     ITEMSIZE,
     KINDS,
@@ -51,18 +55,14 @@ from fusedcomm.cost.model import (
     decode_reason,
     estimate,
 )
-from fusedcomm.geometry.exchange import Exchange
-from fusedcomm.ops.table import OPS
-from fusedcomm.runtime import group, members
-from fusedcomm.runtime.topology import tf32_allowed
-from fusedcomm.runtime.vote import agree
+from fusedcomm.plan.geometry.exchange import Exchange
 
 WHAT = "fusedcomm agreement on estimates"
 
 
 class Estimator:
-    """How long the nodes of a graph take, from formulas and constants (`fusedcomm/cost/model.py`,
-    `fusedcomm/cost/links.py`).
+    """How long the nodes of a graph take, from formulas and constants (`fusedcomm/plan/cost/model.py`,
+    `fusedcomm/plan/cost/links.py`).
 
     An Estimator never changes, and equals another of the same digest. `docs/overlap.md` has the formulas.
 

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.collectives import kind_of
 from fusedcomm.compile.graph.layout import assumed
-from fusedcomm.cost.model import KINDS
+from fusedcomm.plan.cost.model import KINDS
 
 aten = torch.ops.aten
 

@@ -6,19 +6,19 @@ from tests.helpers.controls.control import Control
 
 EXECUTOR = "fusedcomm/run/python_executor.py"
 MOVES = "fusedcomm/plan/moves.py"
-WORKSPACE = "fusedcomm/runtime/workspace.py"
-MEMBER = "fusedcomm/runtime/group_member.py"
-MEMBERS = "fusedcomm/runtime/members.py"
+WORKSPACE = "fusedcomm/memory/workspace.py"
+MEMBER = "fusedcomm/memory/group_member.py"
+MEMBERS = "fusedcomm/memory/members.py"
 ROUNDS = "kernels/triton/rounds.py"
 PRIMITIVES = "kernels/triton/primitives.py"
 
 CONTROLS: dict[str, Control] = {
     # values
     "a second slot": Control(
-        "fusedcomm/runtime/segment.py",
+        "fusedcomm/memory/segment.py",
         "return self.header_bytes + epoch % NUM_SLOTS * slot_bytes",
         "return self.header_bytes",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
+        "tests/memory/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "data before the flag": Control(
         MOVES,
@@ -30,13 +30,13 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/descriptors.py",
         "tuple(x.shape), (x.shape[1], 1)",
         "tuple(x.shape), (x.stride(0), 1)",
-        "tests/algorithms/test_descriptors.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
+        "tests/plan/test_descriptors.py::test_one_row_of_a_wider_tensor_has_a_descriptor",
     ),
     "rows of w that overlap have no descriptor": Control(
         "fusedcomm/plan/descriptors.py",
         "        and step >= row\n",
         "",
-        "tests/algorithms/test_descriptors.py::test_rows_that_overlap_have_no_descriptor[False]",
+        "tests/plan/test_descriptors.py::test_rows_that_overlap_have_no_descriptor[False]",
     ),
     "exchanges of uneven shards stay": Control(
         "fusedcomm/compile/graph/normalize.py",
@@ -48,7 +48,7 @@ CONTROLS: dict[str, Control] = {
         EXECUTOR,
         "                self.workspace.wait(work.src_rank, self.epoch, self.op, self.fingerprint)",
         "                pass",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
+        "tests/memory/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "a step with a condition asks for it": Control(
         EXECUTOR,
@@ -60,13 +60,13 @@ CONTROLS: dict[str, Control] = {
         MOVES,
         "        s.add(EndRound())\n\n    def _unpack_by_kernel",
         "\n    def _unpack_by_kernel",
-        "tests/runtime/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
+        "tests/memory/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
     "a round on a GPU has an end": Control(
         MOVES,
         "        s.add(EndRound(by_kernel=True))",
         "        pass",
-        "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
+        "tests/plan/test_schedule.py::test_nothing_races[2-chunked]",
     ),
     "the last program of a chunk signals": Control(
         ROUNDS,
@@ -124,65 +124,65 @@ CONTROLS: dict[str, Control] = {
         "tests/kernels/test_compile_only.py::test_32_bit_products_are_bounded[installed-sm_80]",
     ),
     "a slot's elements are counted in 32 bits": Control(
-        "fusedcomm/runtime/segment.py",
+        "fusedcomm/memory/segment.py",
         "MOST_SLOT_BYTES = (1 << 32) - (1 << 13)",
         "MOST_SLOT_BYTES = 3 << 31",
         "tests/kernels/test_large_slots.py",
     ),
     "K and N of fused are counted in 32 bits": Control(
-        "fusedcomm/algorithms/planner.py",
+        "fusedcomm/plan/planner.py",
         "        if size > MOST_INDICES:",
         "        if False:",
-        "tests/algorithms/test_planner.py::test_what_a_slot_does_not_bound_is_counted_in_32_bits",
+        "tests/plan/test_planner.py::test_what_a_slot_does_not_bound_is_counted_in_32_bits",
     ),
     "a stride of w fits its descriptor": Control(
         "fusedcomm/plan/descriptors.py",
         "        and step * w.itemsize < _DESCRIBED_BYTES\n",
         "",
-        "tests/algorithms/test_descriptors.py::test_strides_of_descriptors_are_below_a_terabyte",
+        "tests/plan/test_descriptors.py::test_strides_of_descriptors_are_below_a_terabyte",
     ),
     # hangs
     "a bound of waits": Control(
         WORKSPACE,
         "        self.timeout_s = env.timeout_s()",
         "        self.timeout_s = 3600.0",
-        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-later-call]",
+        "tests/memory/test_faults.py::test_a_peer_that_never_calls[chunked-later-call]",
     ),
     "a bound of waits in kernels": Control(
         WORKSPACE,
         "int(self.timeout_s * 1e9)",
         "int(3600e9)",
-        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[fused-later-call]",
+        "tests/memory/test_faults.py::test_a_peer_that_never_calls[fused-later-call]",
     ),
     "a bound of votes": Control(
-        "fusedcomm/runtime/vote.py",
+        "fusedcomm/memory/vote.py",
         "        self.timeout = env.timeout_s()",
         "        self.timeout = 3600.0",
-        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
+        "tests/memory/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
     "a bound of torch's rendezvous on GPUs": Control(
         MEMBER,
         "            if left <= 0:\n",
         "            if False:\n",
-        "tests/runtime/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
+        "tests/memory/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
     ),
     "a bound of a store that is cut off": Control(
-        "fusedcomm/runtime/vote.py",
+        "fusedcomm/memory/vote.py",
         "result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)",
         "result.result()",
-        "tests/runtime/test_vote.py::test_a_store_that_is_cut_off_ends_the_vote_in_time",
+        "tests/memory/test_vote.py::test_a_store_that_is_cut_off_ends_the_vote_in_time",
     ),
     "peers are told of a failure": Control(
         WORKSPACE,
         "            self._signal_broken(dst, self.rank, kind, epoch)\n",
         "            if dst == self.rank:\n                self._signal_broken(dst, self.rank, kind, epoch)\n",
-        "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
+        "tests/memory/test_faults.py::test_a_late_rank_gets_an_error_too",
     ),
     "growth meets before it waits": Control(
         MEMBER,
         "            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)\n",
         "",
-        "tests/runtime/test_faults.py::test_a_peer_in_another_call[needs-growth-chunked-later-call]",
+        "tests/memory/test_faults.py::test_a_peer_in_another_call[needs-growth-chunked-later-call]",
     ),
     # wrong numbers after a failure
     "calls that differ are told apart": Control(
@@ -195,37 +195,37 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "        self._give_up(ABANDONED, epoch)",
         "        pass",
-        "tests/runtime/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked]",
+        "tests/memory/test_faults.py::test_a_round_left_half_way_is_never_taken_for_the_next[chunked]",
     ),
     "a rank that ends tells its peers": Control(
         WORKSPACE,
         "                self._tell_departure(peer, self.rank, last_words, epoch)",
         "                pass",
-        "tests/runtime/test_exits.py::test_peers_hear_why_a_rank_has_left[while-they-wait]",
+        "tests/memory/test_exits.py::test_peers_hear_why_a_rank_has_left[while-they-wait]",
     ),
     "a rank that ends spoils no round before": Control(
         WORKSPACE,
         "                self._tell_departure(peer, self.rank, last_words, epoch)",
         "                self._tell_departure(peer, self.rank, last_words, epoch - 1)",
-        "tests/runtime/test_exits.py::test_a_rank_that_ends_spoils_no_round_before",
+        "tests/memory/test_exits.py::test_a_rank_that_ends_spoils_no_round_before",
     ),
     "a process that is gone is looked for": Control(
         WORKSPACE,
         "            gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}",
         "            gone = set()",
-        "tests/runtime/test_exits.py::test_a_process_that_is_gone_is_found",
+        "tests/memory/test_exits.py::test_a_process_that_is_gone_is_found",
     ),
     "all are told of a process that is gone": Control(
         WORKSPACE,
         "                for dst in range(self.group_size):\n                    self._tell_departure",
         "                for dst in [self.rank]:\n                    self._tell_departure",
-        "tests/runtime/test_exits.py::test_whoever_comes_later_blames_the_process_that_is_gone",
+        "tests/memory/test_exits.py::test_whoever_comes_later_blames_the_process_that_is_gone",
     ),
     "a look at the broken words where all signals are there": Control(
         WORKSPACE,
         '        if self.device.type == "cpu" and self.breakers(epoch):',
         "        if False:",
-        "tests/runtime/test_faults.py::test_a_late_rank_gets_an_error_too",
+        "tests/memory/test_faults.py::test_a_late_rank_gets_an_error_too",
     ),
     "a look at the broken words after the reads of a kernel": Control(
         ROUNDS,
@@ -243,31 +243,31 @@ CONTROLS: dict[str, Control] = {
         MEMBERS,
         "            if device in group.errors:",
         "            if False:",
-        "tests/runtime/test_faults.py::test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second",
+        "tests/memory/test_faults.py::test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second",
     ),
     "a workspace that could not be made is not tried again": Control(
         MEMBER,
         "        if self.error is not None:",
         "        if False:",
-        "tests/runtime/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
+        "tests/memory/test_faults.py::test_a_peer_that_never_calls[chunked-first-call]",
     ),
     "an error that is kept holds on to nothing": Control(
         MEMBERS,
         "                raise group.errors[device].again() from failed",
         "                raise group.errors[device] from failed",
-        "tests/runtime/test_reset.py::test_a_failed_call_keeps_neither_its_group_nor_its_tensors",
+        "tests/memory/test_reset.py::test_a_failed_call_keeps_neither_its_group_nor_its_tensors",
     ),
     "a reset makes slots of one size": Control(
         MEMBERS,
         '        yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]',
         "        yield [(known.members[d], known.members[d].slot_bytes) for d in devices]",
-        "tests/runtime/test_reset.py::test_a_reset_makes_slots_of_one_size",
+        "tests/memory/test_reset.py::test_a_reset_makes_slots_of_one_size",
     ),
     "segments of captured graphs are kept": Control(
         MEMBER,
         "            self.retired.append(self.workspace)",
         "            pass",
-        "tests/runtime/test_workspace.py::test_retired_segments_are_kept_and_watched",
+        "tests/memory/test_workspace.py::test_retired_segments_are_kept_and_watched",
     ),
     "chunked calls leave a captured workspace": Control(
         MEMBER,
@@ -279,25 +279,25 @@ CONTROLS: dict[str, Control] = {
         MOVES,
         "            s.join(SENDS, READS)\n",
         "",
-        "tests/algorithms/test_schedule.py::test_nothing_races[2-chunked]",
+        "tests/plan/test_schedule.py::test_nothing_races[2-chunked]",
     ),
     "a fused gather on all SMs begins when the queue of its copies has come to them": Control(
         "fusedcomm/plan/fused.py",
         "            s.after(MAIN, begun)",
         "            pass",
-        "tests/algorithms/test_schedule_queues.py::test_no_call_hangs_beside_nccl[fused-2]",
+        "tests/plan/test_schedule_queues.py::test_no_call_hangs_beside_nccl[fused-2]",
     ),
     "the own chunk of a gather by a kernel is only signalled": Control(
         "kernels/triton/copy.py",
         "        if (step > 0) | OWN:\n",
         "        if True:\n",
-        "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
+        "tests/run/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
     ),
     "the own chunk of a gather by copy engines is only signalled": Control(
         "fusedcomm/plan/fused.py",
         "        if own:\n            _copy(s, x, spans, s.rank)",
         "        _copy(s, x, spans, s.rank)",
-        "tests/algorithms/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
+        "tests/run/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
     ),
     "a gather waits for the own signal of a chunk that it leaves out": Control(
         "kernels/triton/gather_matmul.py",
@@ -309,19 +309,19 @@ CONTROLS: dict[str, Control] = {
         MOVES,
         "                self.copied[dst_rank] = s.event(SENDS)\n",
         "",
-        "tests/algorithms/test_chunked_orders.py::test_each_round_takes_the_staging_of_the_last_one",
+        "tests/run/test_chunked_orders.py::test_each_round_takes_the_staging_of_the_last_one",
     ),
     "the callers of chunked come after all of its streams": Control(
         MOVES,
         "            self.s.join(MAIN, SENDS)\n            self.s.join(MAIN, READS)",
         "            pass",
-        "tests/algorithms/test_chunked_orders.py::test_every_op_is_right_in_a_random_order",
+        "tests/run/test_chunked_orders.py::test_every_op_is_right_in_a_random_order",
     ),
     "Ctrl-C in a call leaves none of its streams running on": Control(
         EXECUTOR,
         "        execution.join()\n        raise",
         "        raise",
-        "tests/algorithms/test_chunked_orders.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",
+        "tests/run/test_chunked_orders.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",
     ),
     # parts of different sizes
     "chunks of different sizes lie as far apart as the largest": Control(
@@ -331,19 +331,19 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_uneven.py::test_values_and_gradients[tokens-7-of-3-chunked]",
     ),
     "a chunk in place lies as the peer's result does": Control(
-        "fusedcomm/geometry/spans.py",
+        "fusedcomm/plan/geometry/spans.py",
         "return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)",
         "return self.unpack.of(rank)",
         "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
     ),
     "the size of a peer's result is the peer's": Control(
-        "fusedcomm/geometry/spans.py",
+        "fusedcomm/plan/geometry/spans.py",
         "return self.by_peer[peer].unpacked_numel if self.by_peer else own",
         "return own",
         "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
     ),
     "who has which part is part of a call": Control(
-        "fusedcomm/geometry/exchange.py",
+        "fusedcomm/plan/geometry/exchange.py",
         "return *self.for_all.key, self.cut.gathered, self.cut.scattered",
         "return self.for_all.key",
         "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
@@ -352,7 +352,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/chunk_matmul.py",
         "            if rank in receivers:",
         "            if False:",
-        "tests/algorithms/test_chunk_matmul.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
+        "tests/plan/test_chunk_matmul.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
     ),
     "the check compares what only some ranks say": Control(
         "fusedcomm/ops/call_check.py",
@@ -379,7 +379,7 @@ CONTROLS: dict[str, Control] = {
         "tests/parallel/test_reading_hooks.py::test_one_rank_changes_the_gradient[chunked]",
     ),
     "all plans of a group take bounded memory": Control(
-        "fusedcomm/runtime/group_member.py",
+        "fusedcomm/memory/group_member.py",
         "if self.plan_bytes > MOST_PLAN_BYTES:",
         "if False:",
         "tests/ops/test_prepared.py::test_plans_that_take_too_much_are_dropped",

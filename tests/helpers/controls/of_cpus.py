@@ -8,8 +8,8 @@ PREPARED = "fusedcomm/ops/prepared.py"
 PLAN = "kernels/cpu/plan.cpp"
 PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
 TRAINING_CALLS = "kernels/cpu/training_calls.cpp"
-POSTS = "fusedcomm/runtime/posts.py"
-MEMBERS = "fusedcomm/runtime/members.py"
+POSTS = "fusedcomm/memory/posts.py"
+MEMBERS = "fusedcomm/memory/members.py"
 
 CONTROLS: dict[str, Control] = {
     # prepared calls
@@ -65,13 +65,13 @@ CONTROLS: dict[str, Control] = {
         PREPARED_CALLS,
         "if (!context.is_broken()) with_gil",
         "if (false) with_gil",
-        "tests/runtime/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
+        "tests/memory/test_prepared_faults.py::test_ctrl_c_before_python_has_begun_to_wait",
     ),
     "a forked child runs no prepared call": Control(
         PREPARED_CALLS,
         "  if (forked) return nullptr;\n",
         "",
-        "tests/runtime/test_prepared_faults.py::test_a_forked_child_is_no_rank",
+        "tests/memory/test_prepared_faults.py::test_a_forked_child_is_no_rank",
     ),
     "a look at the broken words where all signals are there, in a prepared call too": Control(
         "kernels/cpu/rounds.h",
@@ -96,13 +96,13 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/gil.h",
         " && syscall(SYS_gettid) != getpid()",
         "",
-        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
+        "tests/memory/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
     ),
     "a daemon thread is held back": Control(
         "kernels/cpu/gil.h",
         "  while (interpreter_ends() && ",
         "  while (false && ",
-        "tests/runtime/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
+        "tests/memory/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
     ),
     # results in place
     "a post is of this round": Control(
@@ -163,7 +163,7 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_in_place.py::test_a_result_that_is_given_is_not_posted",
     ),
     "a result that nobody posts takes no block": Control(
-        "fusedcomm/runtime/workspace.py",
+        "fusedcomm/memory/workspace.py",
         "if posted and self.results is not None:",
         "if self.results is not None:",
         "tests/ops/test_result_memory.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
@@ -173,31 +173,31 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/heap_memory.h",
         "memory->make_private();",
         "(void)memory;",
-        "tests/runtime/test_heap_forks.py::test_a_child_writes_into_memory_of_its_own",
+        "tests/memory/test_heap_forks.py::test_a_child_writes_into_memory_of_its_own",
     ),
     "memory is made private once": Control(
         "kernels/cpu/heap_memory.h",
         "  if (private_) return;\n  private_ =",
         "  private_ =",
-        "tests/runtime/test_heap_forks.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
+        "tests/memory/test_heap_forks.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
     ),
     "a block that a child may read is not used again": Control(
         "kernels/cpu/heap_memory.h",
         "  if (!seen_by_child) return",
         "  return",
-        "tests/runtime/test_heap_forks.py::test_a_block_that_a_child_may_read_is_not_used_again",
+        "tests/memory/test_heap_forks.py::test_a_block_that_a_child_may_read_is_not_used_again",
     ),
     "a child that has gone gives its blocks free": Control(
         "kernels/cpu/forks.h",
         "F_SEAL_WRITE) != 0",
         "F_SEAL_WRITE) != 1",
-        "tests/runtime/test_heap_forks.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
+        "tests/memory/test_heap_forks.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
     ),
     "a call keeps its workspace": Control(
         PREPARED_CALLS,
         "  const std::shared_ptr<const CallContext> context = context_;\n",
         "  const std::shared_ptr<const CallContext>& context = context_;\n",
-        "tests/runtime/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[False]",
+        "tests/memory/test_prepared_faults.py::test_a_handler_takes_the_workspace_of_a_call_that_waits[False]",
     ),
     "None is no integer": Control(
         "kernels/cpu/prepared_calls.h",
@@ -209,31 +209,31 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/results_heap.cpp",
         "  memory_->meet();\n",
         "",
-        "tests/runtime/test_results_heap.py::test_a_heap_gives_back_what_a_program_needs_no_more",
+        "tests/memory/test_results_heap.py::test_a_heap_gives_back_what_a_program_needs_no_more",
     ),
     "a search is bounded": Control(
         "kernels/cpu/free_ranges.h",
         "    if (++steps == kMostSteps) it = std::prev(free_.end());\n",
         "",
-        "tests/runtime/test_results_heap.py::test_a_heap_in_pieces_costs_no_long_search",
+        "tests/memory/test_results_heap.py::test_a_heap_in_pieces_costs_no_long_search",
     ),
     "a retired block is not used again": Control(
         "kernels/cpu/heap_memory.h",
         "    if (retired_) return nullptr;\n",
         "",
-        "tests/runtime/test_results_heap.py::test_results_of_a_retired_heap_stay_and_none_follow",
+        "tests/memory/test_results_heap.py::test_results_of_a_retired_heap_stay_and_none_follow",
     ),
     "memory has one heap": Control(
         "kernels/cpu/heap_memory.h",
         "if (memory->overlaps(*other)) throw",
         "if (false && memory->overlaps(*other)) throw",
-        "tests/runtime/test_results_heap.py::test_memory_in_use_by_another_heap_is_refused",
+        "tests/memory/test_results_heap.py::test_memory_in_use_by_another_heap_is_refused",
     ),
     "results that are kept grow no heap": Control(
         "kernels/cpu/admission.h",
         "freed >= 2 && freed > results.kept",
         "freed >= 0 || freed > results.kept",
-        "tests/runtime/test_results_heap.py::test_it_never_grows_for_results_that_are_kept",
+        "tests/memory/test_results_heap.py::test_it_never_grows_for_results_that_are_kept",
     ),
     # training calls
     "a kind of training call has what requires grad": Control(

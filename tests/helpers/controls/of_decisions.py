@@ -4,70 +4,70 @@ from __future__ import annotations
 
 from tests.helpers.controls.control import Control
 
-WORKSPACE = "fusedcomm/runtime/workspace.py"
-MEMBER = "fusedcomm/runtime/group_member.py"
+WORKSPACE = "fusedcomm/memory/workspace.py"
+MEMBER = "fusedcomm/memory/group_member.py"
 
 CONTROLS: dict[str, Control] = {
     # decisions that all ranks must make alike
     "hosts are voted on": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         '        if fact["host"] != facts[0]["host"]:',
         "        if False:",
-        "tests/runtime/test_workspace.py::test_ranks_on_several_hosts_fall_back_together",
+        "tests/memory/test_workspace.py::test_ranks_on_several_hosts_fall_back_together",
     ),
     "the smallest cap holds for all": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         'min(fact["workspace_bytes"] for fact in facts)',
         "env.workspace_bytes()",
-        "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
+        "tests/memory/test_workspace.py::test_settings_that_differ_by_rank",
     ),
     "algorithms that are asked for are voted on": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         "    if len(set(values)) > 1:",
         "    if False:",
-        "tests/runtime/test_workspace.py::test_settings_that_differ_by_rank",
+        "tests/memory/test_workspace.py::test_settings_that_differ_by_rank",
     ),
     "a GPU's kernels are tried before the vote": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         "_no_triton() or triton_probe.cannot_launch(device)",
         "_no_triton()",
-        "tests/runtime/test_triton_probe.py::test_one_rank_whose_kernels_do_not_run_makes_all_unfused",
+        "tests/memory/test_triton_probe.py::test_one_rank_whose_kernels_do_not_run_makes_all_unfused",
     ),
     "TF32 settings are voted on": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         'all(fact["tf32"] for fact in facts)',
         "tf32_allowed()",
-        "tests/runtime/test_workspace.py::test_ranks_with_other_tf32_settings_plan_alike",
+        "tests/memory/test_workspace.py::test_ranks_with_other_tf32_settings_plan_alike",
     ),
     "tuned numbers are voted on": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         "if apart is None and not _all_have_the_same(facts, rank):",
         "if False:",
-        "tests/cost/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
+        "tests/plan/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
     ),
     "numbers across hosts are voted on": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         "return constants if _all_have_the_same(facts, rank) else None",
         "return constants",
-        "tests/cost/test_tuned.py::test_a_group_across_hosts_plans_by_numbers_of_such_groups",
+        "tests/plan/test_tuned.py::test_a_group_across_hosts_plans_by_numbers_of_such_groups",
     ),
     "a rank without memory is heard of": Control(
         MEMBER,
         '"error": error}',
         '"error": ""}',
-        "tests/runtime/test_faults.py::test_a_rank_without_memory_makes_all_run_unfused",
+        "tests/memory/test_faults.py::test_a_rank_without_memory_makes_all_run_unfused",
     ),
     "votes compare what they are about": Control(
         MEMBER,
         "    if others:\n        calls = ",
         "    if False:\n        calls = ",
-        "tests/runtime/test_faults.py::test_reset_against_close_is_a_mismatch",
+        "tests/memory/test_faults.py::test_reset_against_close_is_a_mismatch",
     ),
     "old posts do not count in a vote": Control(
-        "fusedcomm/runtime/vote.py",
+        "fusedcomm/memory/vote.py",
         '        elif None not in attempts and all(post and post["seen"] == seen for post in latest):',
         "        elif None not in attempts:",
-        "tests/runtime/test_vote.py::test_old_posts_do_not_count",
+        "tests/memory/test_vote.py::test_old_posts_do_not_count",
     ),
     "an algorithm is proved before its use": Control(
         "fusedcomm/ops/dispatch.py",
@@ -101,47 +101,47 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_call_check.py::test_a_difference_is_the_same_error_on_all_ranks",
     ),
     "all ranks check, or none": Control(
-        "fusedcomm/runtime/topology.py",
+        "fusedcomm/memory/topology.py",
         'any(fact["check"] for fact in facts)',
         "env.check()",
         "tests/ops/test_call_check.py::test_it_is_on_for_all_ranks_if_one_asks",
     ),
     "a look at the guard bytes": Control(
-        "fusedcomm/runtime/canaries.py",
+        "fusedcomm/memory/canaries.py",
         "    wrong = found != _pattern(layout.guard_bytes)\n",
         "    wrong = torch.zeros_like(found, dtype=torch.bool)\n",
-        "tests/runtime/test_canaries.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
+        "tests/memory/test_canaries.py::test_an_overrun_of_a_peer_is_told_to_all_ranks",
     ),
     "a look at the guard bytes of a result": Control(
-        "fusedcomm/runtime/canaries.py",
+        "fusedcomm/memory/canaries.py",
         "return None if posted is None else damage_around(posted, rank)",
         "return None",
-        "tests/runtime/test_canaries.py::test_a_write_past_a_result_is_told_to_all_ranks",
+        "tests/memory/test_canaries.py::test_a_write_past_a_result_is_told_to_all_ranks",
     ),
     # security
     "a forked child has no vote": Control(
-        "fusedcomm/runtime/group.py",
+        "fusedcomm/memory/group.py",
         "    _forked = dist.is_initialized()",
         "    _forked = False",
-        "tests/runtime/test_reset.py::test_a_child_of_before_the_first_call_is_no_rank_either",
+        "tests/memory/test_reset.py::test_a_child_of_before_the_first_call_is_no_rank_either",
     ),
     "votes of others are refused": Control(
-        "fusedcomm/runtime/vote.py",
+        "fusedcomm/memory/vote.py",
         '        if types != {"attempt": str, "seen": list, "facts": dict}:',
         "        if False:",
-        "tests/runtime/test_vote.py::test_a_hostile_post_is_an_error_in_bounded_time",
+        "tests/memory/test_vote.py::test_a_hostile_post_is_an_error_in_bounded_time",
     ),
     "a segment is sealed": Control(
         "kernels/cpu/segment.h",
         '  if (fcntl(fd_, F_ADD_SEALS, kSeals) != 0) throw system_error("cannot seal a segment");\n',
         "",
-        "tests/runtime/test_rendezvous.py::test_sizes_that_differ",
+        "tests/memory/test_rendezvous.py::test_sizes_that_differ",
     ),
     "a segment that is not sealed is refused": Control(
         "kernels/cpu/segment.h",
         "seals >= 0 && (seals & kSeals) == kSeals && ",
         "",
-        "tests/runtime/test_rendezvous.py::test_memory_that_could_be_cut_off_is_refused",
+        "tests/memory/test_rendezvous.py::test_memory_that_could_be_cut_off_is_refused",
     ),
     "peer indices are checked": Control(
         WORKSPACE,
@@ -153,7 +153,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/files.py",
         "        os.replace(temporary, file)",
         "        os.chmod(temporary, 0o644)\n        os.replace(temporary, file)",
-        "tests/runtime/test_dumps.py::test_an_error_leaves_a_dump_for_its_owner_alone",
+        "tests/memory/test_dumps.py::test_an_error_leaves_a_dump_for_its_owner_alone",
     ),
     "ranks listen on loopback only": Control(
         "fusedcomm/launch/ranks.py",
@@ -165,19 +165,18 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/files.py",
         "        if facts.st_uid != os.geteuid():",
         "        if False:",
-        "tests/cost/test_tuned.py::test_a_file_that_others_may_have_written_is_ignored",
+        "tests/plan/test_tuned.py::test_a_file_that_others_may_have_written_is_ignored",
     ),
     "no CUDA tensor goes to the all_gather in which gloo crashes": Control(
-        "fusedcomm/reference.py",
+        "fusedcomm/run/reference.py",
         "    if t.is_cuda and _is_gloo(group_name):",
         "    if False:",
-        "tests/runtime/test_gloo.py::test_no_collective_that_ends_the_process_gets_cuda_tensors",
+        "tests/memory/test_gloo.py::test_no_collective_that_ends_the_process_gets_cuda_tensors",
     ),
     "Dynamo sees no event": Control(
-        "fusedcomm/runtime/device_to_host.py",
+        "fusedcomm/run/device_to_host.py",
         "self._has_event:\n            return _outside_graphs(DeviceToHost.wait, self)",
         "False:\n            return _outside_graphs(DeviceToHost.wait, self)",
-        "tests/runtime/test_device_to_host.py::"
-        "test_compiled_code_waits_in_every_call_and_dynamo_does_not_see_the_event",
+        "tests/run/test_device_to_host.py::test_compiled_code_waits_in_every_call_and_dynamo_does_not_see_the_event",
     ),
 }

@@ -11,7 +11,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from fusedcomm.algorithms import pieces
+from fusedcomm.run import pieces
 from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.streams import Event, Streams
 

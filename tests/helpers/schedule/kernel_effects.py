@@ -12,14 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedcomm.geometry.rank_order import peers_of, sources_of
-from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import Spans
+from fusedcomm.kernels.triton.bundles import Span, Spans
+from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from tests.helpers.schedule.memory import Memories
 from tests.helpers.schedule.operations import Flag, Step, Work
 from tests.helpers.schedule.region import Region, region
 
-EPOCH, ARRIVALS, WORD = 0, 8, 8  # bytes: fusedcomm.runtime.segment.HeaderLayout
+EPOCH, ARRIVALS, WORD = 0, 8, 8  # bytes: fusedcomm.memory.segment.HeaderLayout
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.runtime import launch_order, stream_writes
-from fusedcomm.runtime.segment import FINGERPRINT_BITS
-from fusedcomm.runtime.workspace import Workspace
+from fusedcomm.memory import launch_order, stream_writes
+from fusedcomm.memory.segment import FINGERPRINT_BITS
+from fusedcomm.memory.workspace import Workspace
 from tests.helpers.schedule import torch_ops
 from tests.helpers.schedule.streams import DEVICE, Stream, Streams
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from fusedcomm.cost.model import DEFAULTS, Constants
+from fusedcomm.plan.cost.model import DEFAULTS, Constants
 from tests.helpers.schedule.multiprocessors import CUBLAS_FILLS, CUBLAS_LEAVES_ROOM, NUM_SMS, Footprint
 
 

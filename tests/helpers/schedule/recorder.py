@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm import reference
 from fusedcomm.env import WITH_WORKSPACE
+from fusedcomm.memory import launch_order, stream_writes
+from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
+from fusedcomm.memory.workspace import Call, Workspace
 from fusedcomm.ops import dispatch
 from fusedcomm.ops.dispatch import fingerprint_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.runtime import launch_order, stream_writes
-from fusedcomm.runtime.segment import FINGERPRINT_BITS, NUM_SLOTS
-from fusedcomm.runtime.workspace import Call, Workspace
+from fusedcomm.run import reference
 from tests.helpers.schedule import async_collectives, torch_ops
 from tests.helpers.schedule.async_collectives import PretendedGroup
 from tests.helpers.schedule.kernel_effects import EFFECTS, EPOCH, WORD, Group, Launch

@@ -1,0 +1,87 @@
+"""Guard bytes around slots, and around results that peers write, with FUSEDCOMM_CHECK=1. They reveal a write past one.
+
+    [header | guard | slot 0 | guard | slot 1 | guard]          a segment
+    [guard | result | guard]                                    a block of the heap of results
+
+Every rank checks the guards of its own segment: on CPU before a call and after each of its rounds, on GPUs before a
+call and in `synchronize`. It checks those of a result after each round of the call. A write past a chunk that stays
+inside the slot or the result is not seen.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.segment import HeaderLayout
+
+GUARD_BYTES = 4096  # size of one guard
+SHOWN_BYTES = 8
+
+
+def paint(segment: Tensor, layout: HeaderLayout) -> None:
+    """Write the guards. This comes before the rendezvous, when nobody else can write there."""
+    pattern = _pattern(layout.guard_bytes).to(segment.device)
+    for start in layout.guards(layout.slot_bytes(segment.numel())):
+        segment[start : start + layout.guard_bytes] = pattern
+
+
+@outside_modes()
+def damage(
+    segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int, posted: Tensor | None = None
+) -> str | None:
+    """What has been written to the guards of ``rank``'s segment, or around the result that it has ``posted``, or None.
+
+    On a GPU it waits for the current stream.
+    """
+    if segment.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    starts = layout.guards(slot_bytes)
+    found = torch.stack([segment[start : start + layout.guard_bytes] for start in starts]).cpu()
+    wrong = found != _pattern(layout.guard_bytes)
+    if not wrong.any():
+        return None if posted is None else damage_around(posted, rank)
+    slots = [f"slot {i}" for i in range(len(starts) - 1)]
+    texts = [_place(i, slots, found[i], wrong[i]) for i in range(len(starts)) if wrong[i].any()]
+    return f"guard bytes of rank {rank}'s segment must stay as they are, but {'; '.join(texts)}"
+
+
+def paint_around(block: Tensor) -> Tensor:
+    """Write a guard at either end of a block of bytes, and return what is between them."""
+    for guard in _ends(block):
+        guard.copy_(_pattern(GUARD_BYTES))
+    return block[GUARD_BYTES:-GUARD_BYTES]
+
+
+def damage_around(result: Tensor, rank: int) -> str | None:
+    """What has been written to the guards around ``rank``'s result, which `paint_around` has made, or None."""
+    block = torch.empty(0, dtype=torch.uint8, device=result.device).set_(result.untyped_storage())
+    wrong = [guard != _pattern(GUARD_BYTES) for guard in _ends(block)]
+    texts = [_place(i, ["it"], guard, wrong[i]) for i, guard in enumerate(_ends(block)) if wrong[i].any()]
+    return f"guard bytes of rank {rank}'s result must stay as they are, but {'; '.join(texts)}" if texts else None
+
+
+def _ends(block: Tensor) -> tuple[Tensor, Tensor]:
+    return block[:GUARD_BYTES], block[-GUARD_BYTES:]
+
+
+def _place(i: int, guarded: list[str], found: Tensor, wrong: Tensor) -> str:
+    """The changed bytes of guard i, counted from the nearer of what is guarded, which they were probably meant for."""
+    offsets = wrong.nonzero().flatten()
+    first, last = int(offsets[0]), int(offsets[-1])
+    shown = bytes(found[first : min(last + 1, first + SHOWN_BYTES)].tolist()).hex(" ")
+    if i == 0 or (i < len(guarded) and len(found) - 1 - last < first):
+        where = f"{len(found) - first} bytes before {guarded[i]}"
+    else:
+        where = f"{first} bytes behind {guarded[i - 1]}"
+    return f"{len(offsets)} bytes from {where} on are now {shown}"
+
+
+@cache
+@outside_modes()
+def _pattern(num_bytes: int) -> Tensor:
+    """The bytes of a guard. None of them is 0, and none equals its neighbour."""
+    return (torch.arange(num_bytes, device="cpu") * 37 % 251 + 1).to(torch.uint8)

@@ -1,0 +1,137 @@
+"""Consent of a group's ranks to a change of their programs, which each rank compiles apart and maybe alone.
+
+A ballot is about a digest of all that the change needs to be equal, and is numbered by how often a rank has come to
+that digest. The last rank to come answers yes. A rank that waits too long, or sees that a peer has come to something
+else, answers no, by compare-and-set, and all take the answer that stands. Who compiles alone what all have answered
+before takes that answer, as peers run what they compiled then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+
+from fusedcomm import env
+from fusedcomm.memory import group as groups
+
+YES, OTHER, ABSENT, ALONE = "yes", "other", "absent", "alone"
+_PATIENCE, _SHORT = 1 / 5, 1 / 50  # of FUSEDCOMM_TIMEOUT_S; short: while programs differ
+_MAX_PAUSE_S = 0.05
+_consents: weakref.WeakKeyDictionary[ProcessGroup, Consent] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+class Answer(NamedTuple):
+    """YES; or OTHER or ABSENT, with the ranks whose programs differ, or that did not come."""
+
+    kind: str
+    peers: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()  # all that had not come to the ballot
+
+    @staticmethod
+    def of(text: str) -> Answer:
+        kind, *ranks = text.split(":")
+        return Answer(kind, *(tuple(map(int, each.split(","))) for each in ranks))
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' if len(self.peers) > 1 else ''} {', '.join(map(str, self.peers))}"
+        return f"{ranks} did not come to compile it in time" if self.kind == ABSENT else f"{ranks} compiled another one"
+
+
+def of(pg: ProcessGroup) -> Consent | None:
+    """This rank's part; None where there is nobody to ask."""
+    if pg.size() == 1 or dist.get_backend(pg) == "fake":
+        return None
+    with _lock:
+        if pg not in _consents:
+            _consents[pg] = Consent(groups.store(pg, "consent"), pg.rank(), pg.size())
+        return _consents[pg]
+
+
+class Consent:
+    """A rank's part in its group's ballots."""
+
+    def __init__(self, store: Store, rank: int, group_size: int) -> None:
+        self.store, self.rank, self.group_size = store, rank, group_size
+        self.agreed: set[str] = set()
+        self._lock = threading.RLock()
+        self._count = 0  # programs that this rank has come to
+        self._ballots: dict[str, int] = {}  # by digest: how many this rank has come to
+        self._answers: dict[str, Answer] = {}  # by digest: the last one
+        self._latest: list[str] = []  # the ballots of the last digest
+        self._bases = [0] * group_size  # every rank's count when all had come to one ballot
+        self._in_step = True
+
+    def pass_by(self) -> None:
+        """Tell peers that this rank has come to a program in which it changes nothing."""
+        with self._lock:
+            self._count += 1
+            self._tell_count()
+
+    def ask(self, digest: str, timeout_s: float | None = None) -> Answer:
+        """The group's answer. ``timeout_s``: the longest wait for a peer, by default a part of FUSEDCOMM_TIMEOUT_S."""
+        with self._lock:
+            former = self._answers.get(digest)
+            patience = _PATIENCE if self._in_step or former == Answer(YES) else _SHORT
+            deadline = time.monotonic() + (env.timeout_s() * patience if timeout_s is None else timeout_s)
+            self._find_bases()
+            self._count += 1
+            alone, self._latest = f"{ALONE}:{self.rank}" if former else None, []
+            while True:
+                number = self._ballots.get(digest, 0)
+                self._ballots[digest] = number + 1
+                self._latest.append(f"{digest}/{number}")
+                text = self._answer(self._latest[-1], deadline, alone)
+                answer = Answer.of(text)
+                if text == alone or not (answer.kind == ALONE or self.rank in answer.missing):
+                    break
+                # It was given without this rank, and peers may have come to the next ballot by now.
+                if answer.kind != ALONE:
+                    deadline, alone = time.monotonic() + env.timeout_s() * _SHORT, None
+            if text == alone:
+                self._count -= 1
+                answer = former or answer
+            self._tell_count()
+            self._answers[digest], self._in_step = answer, answer.kind == YES
+            if answer.kind == YES:
+                self.agreed.add(digest)
+            return answer
+
+    def _tell_count(self) -> None:
+        self.store.set(f"at/{self.rank}", str(self._count))
+
+    def _answer(self, ballot: str, deadline: float, alone: str | None) -> str:
+        """The answer that stands, or this rank's, as soon as it has one. ``alone``: its own where nobody comes."""
+        key, pause = f"{ballot}/answer", 0.0005
+        missing = [r for r in range(self.group_size) if r != self.rank]
+        self.store.set(f"{ballot}/{self.rank}", str(self._count))
+        while not self.store.check([key]):
+            self._tell_count()  # only now: a peer that sees it, and no mark, takes this rank to be elsewhere
+            ahead = self._count - self._bases[self.rank]
+            counts = {r: int(self.store.get(f"at/{r}")) for r in missing if self.store.check([f"at/{r}"])}
+            missing = [r for r in missing if not self.store.check([f"{ballot}/{r}"])]
+            elsewhere = [r for r in missing if counts.get(r, 0) - self._bases[r] >= ahead]
+            if not missing or elsewhere or time.monotonic() > deadline:
+                no = f"{OTHER}:{_joined(elsewhere)}:{_joined(missing)}"
+                if not elsewhere:
+                    no = alone or f"{ABSENT}:{_joined(missing)}:{_joined(missing)}"
+                return self.store.compare_set(key, "", no if missing else YES).decode()
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_S)
+        return self.store.get(key).decode()
+
+    def _find_bases(self) -> None:
+        """Count from a ballot to which all have come by now, whatever its answer was."""
+        for ballot in self._latest:
+            keys = [f"{ballot}/{r}" for r in range(self.group_size)]
+            if self.store.check(keys):
+                self._bases = [int(self.store.get(key)) for key in keys]
+
+
+def _joined(ranks: list[int]) -> str:
+    return ",".join(map(str, ranks))

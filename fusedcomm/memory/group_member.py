@@ -1,0 +1,378 @@
+"""One rank's part in a process group, on one device: the topology vote, the workspace, the heap of results.
+
+Everything that makes or frees memory here is explicit, collective and bounded; nothing collective runs in a destructor.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from array import array
+from concurrent import futures
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed import Store
+from torch.distributed import _symmetric_memory as symm_mem
+
+from fusedcomm import env
+from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.kernels.native_part import native
+from fusedcomm.memory import flight_recorder, on_thread, segment, signals
+from fusedcomm.memory.canaries import GUARD_BYTES
+from fusedcomm.memory.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
+from fusedcomm.memory.departures import Departures
+from fusedcomm.memory.launch_order import ordered
+from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.results import Results
+from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
+from fusedcomm.memory.topology import Topology
+from fusedcomm.memory.vote import agree
+from fusedcomm.memory.workspace import LOOK_S, Workspace
+
+log = logging.getLogger("fusedcomm")
+
+_MIN_SLOT_BYTES = 1 << 20
+MOST_PLAN_BYTES = 256 << 20  # of all plans of a group
+
+
+class WorkspaceUnavailable(Exception):
+    """Raised on every rank of the group if one of them could not make its workspace."""
+
+
+@dataclass
+class Member:
+    """This rank's part in a group, on one device."""
+
+    rank: int
+    group_size: int
+    group_name: str
+    device: torch.device
+    store: Store
+    topology: Topology
+    ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
+    departures: Departures | None = None
+    counters: array[int] = field(default_factory=lambda: array("q", [0]))  # num_calls, which prepared calls count too
+    resets: int = 0  # the group's; counts closes too
+    workspace: Workspace | None = None
+    results: Results | None = None
+    unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
+    error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
+    retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
+    for_graphs: Workspace | None = None  # the one of them that later captures use too
+    loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
+    outcomes: dict[str, str] = field(default_factory=dict)  # by name of proof: empty, or what was wrong on any rank
+    lock: AbstractContextManager[Any] = field(
+        default_factory=lambda: native.CallLock() if native else threading.RLock()
+    )
+    prepared: Any = None  # native.PreparedCalls of a group on CPUs
+    plan_bytes: int = 0  # of all plans
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls since the last reset or close."""
+        return self.counters[0]
+
+    @num_calls.setter
+    def num_calls(self, num_calls: int) -> None:
+        self.counters[0] = num_calls
+
+    @property
+    def no_workspace(self) -> str | None:
+        """Why chunked and fused cannot run in this group, or None."""
+        return self.topology.no_workspace or self.unavailable
+
+    @property
+    def for_capture(self) -> bool:
+        """Whether a call must run as in the capture of a CUDA graph."""
+        return is_for_capture(self.device)
+
+    @property
+    def slot_bytes(self) -> int:
+        return 0 if self.workspace is None else self.workspace.usable_bytes
+
+    @property
+    def guard_bytes(self) -> int:
+        return GUARD_BYTES if self.topology.check else 0
+
+    @cached_property
+    def max_slot_bytes(self) -> int:
+        return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
+
+    def for_proof(self, slot_bytes: int) -> Member:
+        """A Member with a guarded workspace of its own, without a heap of results. Its failure spoils nothing here."""
+        size = Workspace.num_bytes(self.group_size, slot_bytes, GUARD_BYTES)
+        small = replace(self.topology, workspace_bytes=size, check=True, results_bytes=0)
+        facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
+        return Member(*facts, small, self.ranks, self.departures)
+
+    def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
+        self.num_calls += 1
+        record.number, record.resets, record.ranks, record.algorithm = (
+            self.num_calls,
+            self.resets,
+            self.ranks,
+            algorithm,
+        )
+
+    def workspace_for(self, num_bytes: int, op: str, fingerprint: int, *, by_host: bool = False) -> Workspace:
+        """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective.
+
+        ``by_host``: whether the host counts the call's rounds. It cannot count those of replays, so such a call leaves
+        a workspace that was captured to the graphs, and a new one is made.
+        """
+        self.enter(op, fingerprint)
+        graphs = self.for_graphs if is_for_capture(self.device) else None
+        if graphs is not None and num_bytes <= graphs.usable_bytes:
+            graphs.call_number = self.num_calls
+            return graphs
+        if self.workspace is None:
+            refuse_capture(self.device, op)
+            return self._make(num_bytes, op, fingerprint)
+        leaves = by_host and self.workspace.captured
+        if leaves or num_bytes > self.workspace.usable_bytes:
+            refuse_capture(self.device, op)
+            self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)
+            if leaves:
+                self.for_graphs = self.workspace
+            self._free()
+            return self._make(num_bytes, op, fingerprint)
+        return self.workspace
+
+    def enter(self, op: str, fingerprint: int) -> None:
+        """Raise what has failed in an earlier call; to be called before each call."""
+        for each in self.retired:
+            each.check(op)
+        if self.error is not None:
+            raise self.error.again()
+        if self.workspace is not None:
+            self.workspace.call_number = self.num_calls
+            self.workspace.enter(op, fingerprint)
+
+    def check(self, op: str) -> None:
+        for each in (*self.retired, *([self.workspace] if self.workspace else [])):
+            each.check(op)
+
+    @outside_modes()
+    def reset(self, num_bytes: int) -> None:
+        """``num_bytes``: the size of a slot, the same on all ranks."""
+        with self.lock, on_device(self.device):
+            self._free()
+            self._drop_results()
+            self.for_graphs = None  # it may be broken
+            for each in self.retired:
+                each.forget_error()
+            self.unavailable = self.error = None
+            with suppress(WorkspaceUnavailable):  # the next plan gives the reason
+                self._make(num_bytes, "fusedcomm.reset", 0)
+
+    @outside_modes()
+    def close(self) -> None:
+        with self.lock, on_device(self.device):
+            self._free()
+            self._drop_results()
+            self.error = self.for_graphs = None
+            self.retired.clear()
+
+    @outside_modes()
+    def _come_together(self, workspace: Workspace, op: str, fingerprint: int) -> None:
+        """Before growth, find out a rank that is in another call, so that nobody waits for it in vain."""
+        if self.device.type == "cpu":
+            workspace.handshake(op, fingerprint)
+            return
+        with ordered(workspace), workspace.guarded(op):
+            signals.signal(workspace, fingerprint)
+            signals.wait(workspace, fingerprint)
+        torch.cuda.synchronize(self.device)
+        workspace.check(op)
+
+    @outside_modes()
+    def _make(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
+        slot_bytes = max(num_bytes, min(_MIN_SLOT_BYTES, self.max_slot_bytes))
+        slot_bytes = min(1 << (slot_bytes - 1).bit_length(), self.max_slot_bytes)  # few sizes, so few growths
+        size = Workspace.num_bytes(self.group_size, slot_bytes, self.guard_bytes)
+        try:
+            made = self._share(size, op, fingerprint)
+            if not isinstance(made, str):
+                self.workspace = Workspace(self.rank, *made, guard_bytes=self.guard_bytes)
+                self.workspace.departures = self.departures
+                self.workspace.share_gpu(self.topology.ranks_per_gpu)
+                self.workspace.call_number = self.num_calls
+                self.workspace.arm()
+                self.workspace.results = self._make_results(op, fingerprint)
+                self.prepare_anew()
+                return self.workspace
+        except PeerError as failed:
+            self.error = failed.until_reset()
+            raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
+        except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
+            text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}"
+            self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
+            raise
+        self.unavailable = made
+        self.prepare_anew()
+        raise WorkspaceUnavailable(made)
+
+    def _share(
+        self, size: int, op: str, fingerprint: int, *, of: str = ""
+    ) -> tuple[list[torch.Tensor], str, Any] | str:
+        """A segment of symmetric memory: every rank's as a tensor, the group's name, and what keeps them alive.
+
+        Or why there is none; equal on all ranks. ``of``: what it is for, if not for a workspace.
+        """
+        segment, error = self._allocate(size, initialise=not of)
+        reason = self._agree(op, fingerprint, error, f"{of}allocated")
+        if reason is None:
+            assert segment is not None
+            handle, error = self._rendezvous(segment, op)
+            reason = self._agree(op, fingerprint, error, f"{of}mapped")
+        if reason is not None:
+            return reason
+        segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
+        return segments, self.group_name, (segment, handle)
+
+    def _make_results(self, op: str, fingerprint: int) -> Results | None:
+        """The heaps of results, which outlive a workspace that grows; None where a rank cannot have one."""
+        size = self.topology.results_bytes
+        if self.results is None and size > 0:
+            made = self._share(size, op, fingerprint, of="results ")
+            if isinstance(made, str):
+                log.warning("results are copied out, and not written in place: %s", made)
+                self.topology = replace(self.topology, results_bytes=0)
+            else:
+                segments, _, owner = made
+                self.results = Results(segments, segment=owner[0], owner=owner, guarded=self.topology.check)
+        return self.results
+
+    def _drop_results(self) -> None:
+        """Tensors in the heap stay valid; its memory goes with the last of them."""
+        if self.results is not None:
+            self.results.retire()
+            self.results.give_back()
+        self.results = None
+
+    def prepare_calls(self) -> None:
+        """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
+        if native is None or self.topology.check:
+            return
+        if (segment.NUM_SLOTS, segment.POST_BYTES) == (native.NUM_SLOTS, native.POST_BYTES):
+            self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
+
+    def prepare_anew(self) -> None:
+        """Drop the plans of earlier calls, which are for another workspace or other decisions, or take too much."""
+        if self.prepared is None:
+            return
+        self.plan_bytes = 0
+        with self.lock:  # a thread may be in a call
+            if self.workspace is None or self.retired:  # each call looks whether a replay has failed
+                self.prepared.clear(self.resets)
+            else:
+                self.prepared.begin(self.resets, *self.workspace.for_plans())
+
+    def count_plan(self, num_bytes: int) -> None:
+        """Count a new plan. Where all are too large together, all go, and later calls are planned anew."""
+        self.plan_bytes += num_bytes
+        if self.plan_bytes > MOST_PLAN_BYTES:
+            self.prepare_anew()
+
+    def _allocate(self, size: int, *, initialise: bool) -> tuple[torch.Tensor | None, str]:
+        """This rank's segment, or why there is none, which the others must hear before they wait in a rendezvous."""
+        allocate = symm_mem._SymmetricMemory.empty_strided_p2p
+        try:
+            segment = allocate((size,), (1,), torch.uint8, self.device, self.group_name)
+            if initialise:
+                Workspace.initialise(segment, self.group_size, self.guard_bytes)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            return None, f"cannot allocate a workspace of {size} bytes: {error}"
+        return segment, ""
+
+    def _rendezvous(self, segment: torch.Tensor, op: str) -> tuple[Any, str]:
+        """The handle through which peers' segments are reached, or why they cannot be."""
+        if self.device.type == "cuda" and (error := self._blocked(segment)):
+            return None, f"cannot map its peers' memory: {error}"
+        try:
+            return symm_mem._SymmetricMemory.rendezvous(segment, self.group_name), ""
+        except torch.distributed.DistStoreError as late:
+            message = f"{op} on group {self.group_name!r}, rank {self.rank}: {late}"
+            raise PeerTimeoutError(message, peers=_who_did_not_come(str(late)), op=op, epoch=0) from late
+        except RuntimeError as error:
+            return None, f"cannot map its peers' memory: {error}"
+
+    def _blocked(self, segment: torch.Tensor) -> str:
+        """Why torch's rendezvous on GPUs has not ended, or nothing. What it has made, torch finds again by the segment.
+
+        It waits for the peers' memory in ``recvmsg`` without a bound, so that a rank that dies or fails in it would
+        block the others for good. As an op it leaves the GIL to this thread; by its binding it does not. It gets half
+        of the time-out: a rank that has failed still waits in the vote that follows.
+        """
+        bound = env.timeout_s() / 2
+        deadline = time.monotonic() + bound
+        rendezvous = torch.ops.symm_mem._rendezvous
+        result = on_thread.start(lambda: rendezvous(segment, self.group_name), "fusedcomm-rendezvous")
+        while not result.done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return f"torch's rendezvous has not ended within {bound:g} s"
+            if self.departures is not None and any(map(self.departures.is_gone, range(self.group_size))):
+                return "the process of a peer is gone"
+            futures.wait([result], min(left, LOOK_S))
+        return str(result.exception() or "")
+
+    def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
+        """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""
+        facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
+        calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.departures)
+        check_same_call(calls, self.rank, op, self.group_name)
+        return next((f"rank {rank} {call['error']}" for rank, call in enumerate(calls) if call["error"]), None)
+
+    def _free(self) -> None:
+        if self.workspace is None:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.workspace.captured:
+            self.workspace.forget_error()  # it was raised already; a replay that fails again fills the record again
+            self.retired.append(self.workspace)
+        self.workspace = None
+        self.prepare_anew()
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels, streams and allocations inside are those of ``device``, whatever the caller's current one is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _who_did_not_come(text: str) -> list[int]:
+    """The ranks that an error of kernels/cpu/rendezvous.h names."""
+    found = re.search(r"\branks? ([\d, ]+) did not ", text)
+    return [int(rank) for rank in found[1].split(", ")] if found else []
+
+
+def check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_name: str) -> None:
+    def call(fact: dict[str, object]) -> tuple[object, ...]:
+        return fact["op"], fact["fingerprint"], fact["stage"]
+
+    others = [r for r, fact in enumerate(facts) if call(fact) != call(facts[rank])]
+    if others:
+        calls = ", ".join(f"{r}: {fact['op']}" for r, fact in enumerate(facts))
+        same_op = all(fact["op"] == op for fact in facts)
+        raise PeerMismatchError(
+            f"{op} on group {group_name!r}, rank {rank}: ranks {others} called another op, or this one with other "
+            f"shapes, dtype or dims (ops by rank: {calls})",
+            peers=others,
+            op=op,
+            epoch=0,
+            differs=None if same_op else "the op",
+        )
+
+
+def refuse_capture(device: torch.device, op: str) -> None:
+    if is_capturing(device):
+        raise RuntimeError(f"{op}: memory for this call cannot be made while a CUDA graph is captured; {WARM_UP}")

@@ -1,0 +1,66 @@
+"""Results in place: this rank's heap of results and its peers', in symmetric memory (docs/protocol.md, CPUs alone)."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.kernels.native_part import loaded
+from fusedcomm.memory import canaries
+
+LEAST_BYTES = 1024  # smaller results take no block, which is whole pages: a program may keep many of them
+
+
+class Results:
+    """``buffers``: uint8 tensors over every rank's heap; ``segment``: this rank's, as it was allocated; ``owner`` keeps
+    the mapping alive. ``guarded``: each result lies between guard bytes.
+    """
+
+    def __init__(self, buffers: list[Tensor], *, segment: Tensor, owner: Any, guarded: bool = False) -> None:
+        self.buffers = buffers
+        self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device="cpu")
+        self.heap = loaded().ResultsHeap(segment, LEAST_BYTES)
+        self.warm_until = array("q", [0] * len(buffers))  # by rank: how much of its heap this process has mapped
+        self.guarded = guarded
+        self._owner = owner
+
+    def for_plans(self) -> tuple[Any, list[Tensor], int]:
+        """What prepared calls must know of it; they count what is warm too."""
+        return self.heap, self.buffers, self.warm_until.buffer_info()[0]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor for a result: in a warm block, or in ordinary memory."""
+        if self.guarded:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            block = self.heap.empty([num_bytes + 2 * canaries.GUARD_BYTES], torch.uint8)
+            return canaries.paint_around(block).view(dtype).view(list(shape))
+        made: Tensor = self.heap.empty(list(shape), dtype)
+        return made
+
+    def place(self, t: Tensor) -> int | None:
+        """Where peers may write ``t``, a result made here, or None where they may not."""
+        found: int | None = self.heap.place(t)
+        return None if found is None else found + int(t.storage_offset()) * t.itemsize
+
+    def at_peer(self, dst_rank: int, place: int, num_bytes: int) -> Tensor | None:
+        """A peer's result as bytes, or None where it is cold for this rank: then it is warm from now on."""
+        end = place + num_bytes
+        buffer, warm = self.buffers[dst_rank], self.warm_until[dst_rank]
+        if end > warm:
+            loaded().warm(buffer.data_ptr() + warm, end - warm)
+            self.warm_until[dst_rank] = end
+            return None
+        return buffer[place:end]
+
+    def retire(self) -> None:
+        """Give no block out again: a peer that was stopped in a call may write to one that this rank has posted."""
+        self.heap.retire()
+
+    def give_back(self) -> None:
+        """Give free memory back to the system. What lives keeps its place."""
+        self.heap.trim(0)

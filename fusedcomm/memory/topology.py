@@ -1,0 +1,278 @@
+"""What a group can do on a device type. All ranks vote once on every rank's facts, and so plan alike."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
+
+from fusedcomm import env
+from fusedcomm.kernels import native_part
+from fusedcomm.memory import group, triton_probe
+from fusedcomm.memory.departures import Departures, own_life
+from fusedcomm.memory.vote import agree
+from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.cost.links import INTER, Reach
+from fusedcomm.plan.cost.model import Constants
+
+log = logging.getLogger("fusedcomm")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What the group has voted; equal on all ranks. A reason is None if nothing is in the way."""
+
+    no_workspace: str | None  # why chunked and fused cannot run
+    no_fused: str | None  # why fused cannot run even with a workspace
+    workspace_bytes: int  # the smallest cap of all ranks
+    algorithm: str | None  # FUSEDCOMM_ALGORITHM
+    constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
+    check: bool = False  # FUSEDCOMM_CHECK of any rank
+    ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
+    tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
+    prove: bool = False  # whether an algorithm must be proved before it is used
+    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
+    backend: str = ""  # what runs the group's own collectives on this device type
+    across: Reach | None = None  # what the group spans, where it has several hosts
+    num_hosts: int = 1
+    measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
+    backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
+
+    def name_of_proof(self, op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
+        """``uneven``: with parts of different sizes, for which algorithms have code of their own."""
+        name = f"{op} {algorithm} {str(dtype).removeprefix('torch.')}{' uneven' if uneven else ''}"
+        if algorithm == "pipelined" and self.backend_sums:
+            return f"{name} with sums of the backend"
+        return name
+
+
+def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
+    """The group's Topology, by a bounded collective, and this rank's watch over its peers.
+
+    GPUs vote twice: on facts, then on what NVML says of each pair. Ranks that turn out to have no workspace vote on
+    the numbers that such a group has measured.
+    """
+    rank, group_size = pg.rank(), pg.size()
+    if dist.get_backend(pg) == "fake":
+        reason = "a fake process group has no peers"
+        return Topology(reason, None, env.workspace_bytes(), env.algorithm(), backend="fake"), None
+    store = group.store(pg, f"topology/{device.type}")
+    constants = None
+    own = _settings(device) | {"prove": _must_prove(device)} | own_life()
+    try:
+        constants = tuned.read(device, group_size)
+        own |= _found(device) | {"constants": constants.digest if constants else None}
+    except OSError as error:  # without descriptors, say; the peers wait to hear of it
+        reason = f"it cannot find out what it can do ({error})"
+        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None}
+    facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
+    no_workspace = _no_workspace(facts)
+    if no_workspace is None and device.type == "cuda":
+        verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
+        verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
+        no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
+    num_hosts, apart = len({fact["host"] for fact in facts}), None
+    if no_workspace is not None:
+        apart = _measured_apart(store, rank, group_size, device, num_hosts)
+    if apart is None and not _all_have_the_same(facts, rank):
+        constants = None
+    voted = Topology(
+        no_workspace,
+        no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
+        workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
+        algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
+        results_bytes=min(fact["results_bytes"] for fact in facts),
+        constants=apart or constants,
+        check=any(fact["check"] for fact in facts),
+        ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
+        tf32=all(fact["tf32"] for fact in facts),
+        prove=any(fact["prove"] for fact in facts),
+        backend=_backend(pg, device),
+        across=_across([fact["host"] for fact in facts]),
+        num_hosts=num_hosts,
+        measured_apart=apart is not None,
+        backend_sums=_backend_sums(facts, rank),
+    )
+    return voted, Departures(group.store(pg, "departures"), rank, facts)
+
+
+def _must_prove(device: torch.device) -> bool:
+    """Algorithms are proved on GPUs, of which there are many kinds; those of CPUs are what the tests run."""
+    return device.type == "cuda" and env.prove()
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 matmuls of this rank may round their inputs to TF32: torch's own switch."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def architecture(device: torch.device) -> int:
+    """The key of a device's tables in fusedcomm.plan.tiles. sm_120 has neither wgmma nor tcgen05, so it is sm_80's."""
+    if device.type != "cuda":
+        return 0
+    major, _ = torch.cuda.get_device_capability(device)
+    return major * 10 if major in (9, 10) else 80
+
+
+@functools.cache
+def triton_version() -> tuple[int, ...]:
+    import triton
+
+    return tuple(int(number) for number in triton.__version__.split(".")[:2])
+
+
+def num_sms(device: torch.device) -> int:
+    """The multiprocessors that kernels are launched for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 4  # the interpreter runs programs one after another; 4 are enough to share out the tiles
+
+
+def no_native() -> str | None:
+    """Why CPU symmetric memory is not there, or None: then torch has it from here on."""
+    if native_part.native is None:
+        how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
+        return f"the native part of fusedcomm cannot be loaded ({native_part.error}); {how}"
+    native_part.native.register_symmetric_memory()
+    return None
+
+
+def _settings(device: torch.device) -> dict[str, Any]:
+    return {
+        "workspace_bytes": env.workspace_bytes(),
+        "results_bytes": env.results_bytes() if device.type == "cpu" else 0,
+        "algorithm": env.algorithm(),
+        "check": env.check(),
+        "backend_sums": env.backend_sums(),
+        "tf32": tf32_allowed(),
+    }
+
+
+def _found(device: torch.device) -> dict[str, Any]:
+    """What this rank finds on its machine. Raises OSError."""
+    return {
+        "host": env.known_host_id(),
+        "no_fused": _no_fused(device),
+        "no_workspace": no_native() if device.type == "cpu" else _no_kernels(device),
+        "uuid": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
+    }
+
+
+def _no_fused(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "on CPU the fused kernel runs only in Triton's interpreter (TRITON_INTERPRET=1), for tests"
+    return _no_triton()
+
+
+def _no_kernels(device: torch.device) -> str | None:
+    """Why nothing but unfused runs on a GPU. chunked needs Triton too: its signals, waits and copy-outs are kernels."""
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return "NCCL_P2P_DISABLE=1 forbids peer memory"
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8:
+        return f"compute capability must be at least 8.0, got {properties.major}.{properties.minor}"
+    return _no_triton() or triton_probe.cannot_launch(device)
+
+
+def _no_triton() -> str | None:
+    return "Triton is not installed" if importlib.util.find_spec("triton") is None else None
+
+
+def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
+    """The first reason in rank order, so that every rank gives the same one."""
+    for rank, fact in enumerate(facts):
+        if fact["no_workspace"]:
+            return f"rank {rank}: {fact['no_workspace']}"
+        if fact["host"] != facts[0]["host"]:
+            return f"rank {rank} is on another host than rank 0"
+    return None
+
+
+def _backend(pg: ProcessGroup, device: torch.device) -> str:
+    """An empty name if the group was made for other devices."""
+    try:
+        return str(pg._get_backend(torch.device(device.type)).name())
+    except RuntimeError:
+        return ""
+
+
+def _across(hosts: list[str]) -> Reach | None:
+    """The reach of a group whose ranks are on these hosts, if these are several."""
+    fewest = min(Counter(hosts).values())
+    return None if fewest == len(hosts) else Reach(INTER, len(hosts), len(hosts) - fewest, fewest)
+
+
+def _ranks_per_gpu(uuids: list[str]) -> int:
+    """How many ranks the busiest GPU has. An empty UUID is a CPU."""
+    return max(Counter(filter(None, uuids)).values(), default=1)
+
+
+def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
+    """Why this rank's GPU cannot read and write every peer's memory over NVLink (as NVML says), or None."""
+    if len(set(uuids)) < len(uuids):
+        if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
+            return None
+        return "several ranks share one GPU and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is not 1"
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}") for uuid in uuids]
+        for index in (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_CAPS_INDEX_WRITE):
+            for peer, handle in enumerate(handles):
+                if peer == rank:
+                    continue
+                status = pynvml.nvmlDeviceGetP2PStatus(handles[rank], handle, index)
+                if status != pynvml.NVML_P2P_STATUS_OK:
+                    return f"no NVLink peer access between the GPUs of ranks {rank} and {peer} (NVML status {status})"
+    except Exception as error:  # NVML is missing, MIG, a container: any failure means that access is unproven
+        return f"rank {rank}: NVML cannot tell whether its GPU reaches the peers' ({error})"
+    return None
+
+
+def _measured_apart(store: Store, rank: int, group_size: int, device: torch.device, num_hosts: int) -> Constants | None:
+    """What groups without workspace on so many hosts have measured, if all ranks have the same; a collective."""
+    try:
+        constants = tuned.read(device, group_size, num_hosts)
+    except OSError:  # without descriptors, say; the peers wait to hear of it
+        constants = None
+    own = {"constants": constants.digest if constants else None}
+    facts = agree(store, rank, group_size, own, what="fusedcomm vote on the numbers of collectives")
+    return constants if _all_have_the_same(facts, rank) else None
+
+
+def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:
+    """Whether all ranks have the same tuned constants; otherwise no rank uses its own."""
+    digests = [fact["constants"] for fact in facts]
+    if len(set(digests)) == 1:
+        return True
+    if rank == 0:
+        without = [r for r, digest in enumerate(digests) if digest is None]
+        text = f"ranks {without} have none" if without else "they differ between ranks"
+        log.warning("tuned numbers are not used, for %s: run `fusedcomm tune` in such a group", text)
+    return False
+
+
+def _backend_sums(facts: list[dict[str, Any]], rank: int) -> bool:
+    """Whether all ranks have asked for it. If only some have, the first one says so."""
+    having = [r for r, fact in enumerate(facts) if fact["backend_sums"]]
+    if 0 < len(having) < len(facts) and rank == 0:
+        log.warning("FUSEDCOMM_BACKEND_SUMS=1 is not used: it must be set on all ranks, got ranks %s", having)
+    return len(having) == len(facts)
+
+
+def _same(facts: list[dict[str, Any]], key: str, name: str) -> str | None:
+    values = [fact[key] for fact in facts]
+    if len(set(values)) > 1:
+        raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
+    return values[0]

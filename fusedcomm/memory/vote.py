@@ -1,0 +1,176 @@
+"""A collective on a store: every rank learns every rank's facts, or after a bounded time an error names the missing
+ranks.
+
+It needs no working communication between the ranks, only the store, so it can vote on what works and rebuild what
+broke. Posts of an attempt that failed, or of an earlier group with the same name, never count: an agreement is reached
+when every rank has posted that it sees exactly the same attempts of all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
+
+from torch.distributed import DistError, Store
+
+from fusedcomm import env
+from fusedcomm.errors import PeerError, PeerTimeoutError
+from fusedcomm.memory import group, on_thread
+from fusedcomm.memory.departures import Departures
+from fusedcomm.memory.patience import Patience
+
+STORE_GRACE_S = 2.0  # how long the store may take to answer when the time is over
+MAX_PAUSE_S = 0.02
+STORE_THREAD = "fusedcomm-store"
+
+T = TypeVar("T")
+
+
+def agree(
+    store: Store,
+    rank: int,
+    group_size: int,
+    facts: dict[str, Any],
+    *,
+    what: str,
+    names: Sequence[int] | None = None,
+    departures: Departures | None = None,
+    timeout_s: float | None = None,
+) -> list[dict[str, Any]]:
+    """Every rank's ``facts`` (JSON), by rank. The keys of ``facts`` are the same on all ranks.
+
+    ``names``: what errors call the ranks, if not 0, 1, ... ``departures``: of the ranks, if they have met before.
+    Raises PeerTimeoutError after ``timeout_s``, by default FUSEDCOMM_TIMEOUT_S, or as soon as a rank is known to have
+    left, and PeerError if the store has failed or a post is not a vote of this version of fusedcomm.
+    """
+    vote = _Vote(store, rank, names or range(group_size), what, timeout_s)
+    group.refuse_forked(what, vote.name)
+    attempt = uuid.uuid4().hex
+    seen: list[str | None] = []
+    pause = 0.0005
+    while True:
+        latest = vote.read()
+        latest[rank] = {"attempt": attempt, "seen": seen, "facts": facts}
+        attempts = [post["attempt"] if post else None for post in latest]
+        if attempts != seen:
+            seen = attempts
+            latest[rank] = mine = {"attempt": attempt, "seen": seen, "facts": facts}
+            vote.post(mine)
+        elif None not in attempts and all(post and post["seen"] == seen for post in latest):
+            break
+        if pause == MAX_PAUSE_S or vote.is_over():
+            absent = [r for r, post in enumerate(latest) if not post]
+            stale = [r for r, post in enumerate(latest) if post and attempt not in post["seen"]]
+            behind = [r for r, post in enumerate(latest) if post and post["seen"] != seen]
+            if missing := absent or stale or behind:  # otherwise all have seen the same, just now
+                vote.still_waits(missing, vote.departed(missing, departures))
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE_S)
+    vote.leave_together(hashlib.sha256("".join(map(str, seen)).encode()).hexdigest()[:16], departures)
+    agreed = [post["facts"] for post in latest if post]
+    for peer, found in enumerate(agreed):
+        if found.keys() != facts.keys():
+            raise vote.not_ours(peer, json.dumps(found))
+    return agreed
+
+
+class _Vote:
+    """One rank's part in a vote: the latest post of every rank, and what goes wrong, within a bounded time."""
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[int], what: str, timeout_s: float | None = None
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.names = names
+        self.name = names[rank]
+        self.keys = [f"post/{r}" for r in range(len(names))]
+        self.what = what
+        self.timeout = env.timeout_s() if timeout_s is None else timeout_s
+        self.patience = Patience()
+        self.deadline = self.patience.began + self.timeout
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def post(self, post: dict[str, Any]) -> None:
+        self._bounded(lambda: self.store.set(self.keys[self.rank], json.dumps(post)))
+
+    def read(self) -> list[dict[str, Any] | None]:
+        """The latest post of every rank, or None. This never waits for a post, and a post is never removed."""
+        found = self._bounded(lambda: [self.store.get(key) if self.store.check([key]) else None for key in self.keys])
+        return [None if post is None else self._parsed(rank, post) for rank, post in enumerate(found)]
+
+    def leave_together(self, token: str, departures: Departures | None) -> None:
+        """Return when all ranks have agreed. One that returns may post again, and nobody may need its old post then."""
+        done = [f"done/{r}" for r in range(len(self.keys))]  # overwritten in the next vote, when all have left this one
+        left = json.dumps(token)
+        self._bounded(lambda: self.store.set(done[self.rank], left))
+
+        def has_left(r: int) -> bool:
+            return self.store.check([done[r]]) and self.store.get(done[r]).decode() == left
+
+        missing = list(range(len(done)))
+        departed: dict[int, str] = {}
+        pause = 0.0005
+        while missing := self._bounded(lambda: [r for r in missing if not has_left(r)]):
+            # A rank may end as soon as it is done, so who was seen to have departed is looked at once more.
+            self.still_waits(missing, {r: departed[r] for r in missing if r in departed})
+            if pause == MAX_PAUSE_S:
+                departed = self.departed(missing, departures)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_S)
+
+    def departed(self, ranks: list[int], departures: Departures | None) -> dict[int, str]:
+        """Those of the ranks that have left for good, and why."""
+        return {} if departures is None else self._bounded(lambda: departures.last_words(ranks))
+
+    def still_waits(self, missing: list[int], departed: dict[int, str]) -> None:
+        """Raise if the time is over or missing ranks have departed. A long wait is logged once."""
+        peers = [self.names[r] for r in missing]
+        if departed:
+            words = "; ".join(f"rank {self.names[r]} has left: {text}" for r, text in departed.items())
+            text = f"{self.what}: rank {self.name} waited for ranks {peers}: {words}"
+            raise PeerTimeoutError(text, peers=[self.names[r] for r in departed], op=self.what, epoch=0, left=True)
+        if self.is_over():
+            raise self.timed_out(missing)
+        if self.patience.is_over:
+            self.patience.tell(peers, self.what)
+
+    def timed_out(self, missing: list[int]) -> PeerTimeoutError:
+        peers = [self.names[r] for r in missing]
+        text = f"{self.what}: rank {self.name} waited {self.timeout:g} s for ranks {peers}, which did not come"
+        return PeerTimeoutError(text, peers=peers, op=self.what, epoch=0)
+
+    def not_ours(self, peer: int, found: str | bytes) -> PeerError:
+        text = f"rank {self.names[peer]} posted no vote of this version of fusedcomm, but {found[:80]!r}"
+        return PeerError(f"{self.what}: {text}", peers=[self.names[peer]], op=self.what, epoch=0)
+
+    def _parsed(self, rank: int, found: bytes) -> dict[str, Any]:
+        try:
+            post = json.loads(found)
+            types = {name: type(value) for name, value in post.items()}
+        except (ValueError, AttributeError, RecursionError):
+            raise self.not_ours(rank, found) from None
+        if types != {"attempt": str, "seen": list, "facts": dict}:
+            raise self.not_ours(rank, found)
+        return post
+
+    def _bounded(self, call: Callable[[], T]) -> T:
+        """Run ``call`` on a thread of its own: while the store's host cannot be reached, it blocks as long as TCP
+        tries.
+        """
+        result = on_thread.start(call, STORE_THREAD)
+        try:
+            return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)
+        except futures.TimeoutError:
+            text = f"{self.what}: the store of the process group does not answer rank {self.name}: is its host cut off?"
+            raise PeerTimeoutError(text, peers=[], op=self.what, epoch=0, left=True) from None
+        except DistError as error:
+            text = f"{self.what}: rank {self.name} has lost the store of the process group ({error})"
+            raise PeerError(text, peers=[], op=self.what, epoch=0) from error

@@ -1,0 +1,111 @@
+"""The file of measured constants: one per machine, group size and versions, in the user's cache directory.
+
+A group without workspace, as one across hosts, has a file of its own, by the number of its hosts: its collectives took
+another link, and it has no numbers of chunked and fused.
+
+The file is data from outside. It is ignored, with a warning that says why, unless it is a small regular file of this
+user that nobody else can write, with the expected version, key and fields, and numbers that a machine can have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedcomm import env, files
+from fusedcomm.machine import cpu_name, version
+from fusedcomm.plan.cost.model import TUNED, Constants
+
+log = logging.getLogger("fusedcomm")
+
+VERSION = 2
+MAX_BYTES = 1 << 16
+_logged: set[tuple[str, str]] = set()
+
+
+def key(device: torch.device, group_size: int, num_hosts: int = 0) -> dict[str, Any]:
+    """What the numbers depend on: they are valid only where all of this is the same.
+
+    ``num_hosts``: the hosts of a group that can have no workspace; 0 for one that can.
+    """
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "device_type": device.type,
+        "threads": 0 if cuda else torch.get_num_threads(),  # a rank's threads
+        "world_size": group_size,
+        "hosts_without_workspace": num_hosts,
+        "fusedcomm": version("fusedcomm"),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "driver": _driver_version() if cuda else None,
+    }
+
+
+def path_of(key: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return env.cache_dir() / f"tuned-{key['device_type']}-{key['world_size']}-{name}.json"
+
+
+def read(device: torch.device, group_size: int, num_hosts: int = 0) -> Constants | None:
+    """The group's constants on this machine; None if it is not tuned, or, with a warning, if the file is not valid."""
+    expected = key(device, group_size, num_hosts)
+    try:
+        file = path_of(expected)
+        return _parse(files.read_own(file, MAX_BYTES), expected)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        if (str(file), str(reason)) not in _logged:
+            _logged.add((str(file), str(reason)))
+            log.warning("tuned numbers in %s are ignored: %s", file, reason)
+        return None
+
+
+def write(constants: Constants, device: torch.device, group_size: int, num_hosts: int = 0) -> Path:
+    """Replace the file in one step: a reader finds either the old file or the new one, whole. Raises OSError."""
+    holds_for = key(device, group_size, num_hosts)
+    make_directory()
+    content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
+    return files.replace(path_of(holds_for), json.dumps(content, indent=2))
+
+
+def make_directory() -> None:
+    """The cache directory, in which this user can then write. Raises OSError."""
+    folder = env.cache_dir()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
+    """Raises ValueError for all that is not as expected, broken JSON included."""
+    data = json.loads(content)
+    if not isinstance(data, dict) or set(data) != {"version", "key", "constants"}:
+        raise ValueError("it must have the fields version, key and constants")
+    if data["version"] != VERSION:
+        raise ValueError(f"its version must be {VERSION}, got {data['version']!r:.40}")
+    if data["key"] != expected:
+        raise ValueError("it must be of this device, group size and these versions")
+    constants = Constants.from_json(data["constants"])
+    if (constants.source, constants.device_type) != (TUNED, expected["device_type"]):
+        raise ValueError(f"it must be tuned on {expected['device_type']}, got {constants.source} on another device")
+    return constants
+
+
+def _driver_version() -> str | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # NVML is missing or broken; the topology vote says so
+        return None

@@ -1,0 +1,332 @@
+"""The Exchange of each op from its arguments' shapes: all checks of shapes and dims, with the texts that users see.
+
+Sizes may be symbolic, so that fake tensors get the same checks. Each function raises ValueError for anything that the
+op's docstring excludes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.spans import block_shape
+
+REDUCE_OPS = ("sum", "avg")
+OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+Shape = Sequence[int]
+
+
+def matmul_all_to_all(
+    x: Shape,
+    w: Shape,
+    out_shape: Shape | None,
+    gather_dim: int,
+    scatter_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+) -> Exchange:
+    """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)``."""
+    _check_group_size(group_size)
+    _check_matmul(x, w, "x")
+    y = [*x[:-1], *_check_out_shape(w[-1], out_shape)]
+    gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(y))
+    cut = cut_of(splits, y[gather_dim], y[scatter_dim], group_size)
+    if cut is None:
+        out = _gathered(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
+        return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
+    (gathered, scattered), largest = cut.both, None
+    if not _is_symbolic((*x, *y, *cut)):
+        lead, sizes = len(x) - 1, _with(y, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+        columns = None if out_shape is None else tuple(sizes[lead:])
+        whole = (*sizes[:lead], x[-1]), (*sizes[: len(w) - 2], x[-1], math.prod(sizes[lead:]))
+        largest = of(matmul_all_to_all, *whole, columns, gather_dim, scatter_dim, group_size)
+    out = _with(y, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+    return _push(x, w, y, scatter_dim, (out, gather_dim), group_size, cut=cut, largest=largest)
+
+
+def all_to_all_matmul(
+    x: Shape, w: Shape, gather_dim: int, scatter_dim: int, group_size: int, splits: Splits = EVEN
+) -> Exchange:
+    """``exchange(x, gather_dim, scatter_dim).flatten to w's K @ w``."""
+    _check_group_size(group_size)
+    _check_ndim(x, "x")
+    gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(x))
+    cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size)
+    if cut is None:
+        exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
+    else:
+        gathered, scattered = cut.both
+        exchanged = _with(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+    num_lead = _num_lead(exchanged, w)
+    lead = exchanged[:num_lead]
+    _check_matmul([*lead, math.prod(exchanged[num_lead:])], w, "the exchanged x")
+    largest = None
+    if cut is not None and not _is_symbolic((*x, *w, *cut)):
+        sizes = _with(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+        all_of = _with(x, {gather_dim: group_size * gathered.largest, scatter_dim: scattered.largest})
+        whole_w = (*all_of[: len(w) - 2], math.prod(all_of[num_lead:]), w[-1])
+        largest = of(all_to_all_matmul, tuple(sizes), whole_w, gather_dim, scatter_dim, group_size)
+    outs, packed = [[*lead, w[-1]]], (list(x), scatter_dim)
+    return _gather(exchanged, num_lead, w, gather_dim, packed, group_size, outs, cut, largest)
+
+
+def all_gather_matmul(
+    x: Shape, ws: Sequence[Shape], gather_dim: int, group_size: int, splits: Splits = EVEN
+) -> Exchange:
+    """``[all_gather(x, gather_dim) @ w for w in ws]``."""
+    _check_group_size(group_size)
+    _check_ndim(x, "x")
+    if len(ws) == 0:
+        raise ValueError("w must be a tensor or a list of at least one, got an empty list")
+    gather_dim = _check_dim("gather_dim", gather_dim, len(x))
+    cut = cut_of(splits, x[gather_dim], None, group_size)
+    largest = None
+    if cut is None:
+        gathered = _gathered(x, gather_dim, group_size)
+    else:
+        assert cut.gathered is not None
+        gathered = _with(x, {gather_dim: cut.gathered.total})
+    for w in ws:
+        _check_matmul(gathered, w, "the gathered x")
+        if len(w) != len(ws[0]):
+            raise ValueError(f"either every w or none must have batch dims, got {len(ws[0])} and {len(w)} dims")
+    if cut is not None and cut.gathered is not None and not _is_symbolic((*x, *cut)):
+        part = _with(x, {gather_dim: cut.gathered.largest})
+        sizes = _gathered(part, gather_dim, group_size)
+        whole_ws = tuple((*sizes[: len(w) - 2], sizes[-1], w[-1]) for w in ws)
+        largest = of(all_gather_matmul, tuple(part), whole_ws, gather_dim, group_size)
+    outs, packed = [[*gathered[:-1], w[-1]] for w in ws], (list(x), None)
+    return _gather(gathered, len(x) - 1, ws[0], gather_dim, packed, group_size, outs, cut, largest)
+
+
+def matmul_reduce_scatter(
+    x: Shape, w: Shape, reduce_op: str, scatter_dim: int, group_size: int, splits: Splits = EVEN
+) -> Exchange:
+    """``reduce_scatter(x @ w, reduce_op, scatter_dim)``."""
+    _check_group_size(group_size)
+    _check_matmul(x, w, "x")
+    _check_reduce_op(reduce_op)
+    y = [*x[:-1], w[-1]]
+    scatter_dim = _check_dim("scatter_dim", scatter_dim, len(y))
+    cut = cut_of(splits, None, y[scatter_dim], group_size)
+    if cut is None:
+        block = block_shape(y, scatter_dim, group_size)
+        return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
+    assert cut.scattered is not None
+    largest = None
+    if not _is_symbolic((*x, *y, *cut)):
+        sizes = _with(y, {scatter_dim: group_size * cut.scattered.largest})
+        whole = (*sizes[:-1], x[-1]), (*sizes[: len(w) - 2], x[-1], sizes[-1])
+        largest = of(matmul_reduce_scatter, *whole, reduce_op, scatter_dim, group_size)
+    block = _with(y, {scatter_dim: cut.scattered.sizes[cut.rank]})
+    return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op, cut=cut, largest=largest)
+
+
+def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
+    """``all_reduce(x @ w, reduce_op)``: each rank reduces one block and gathers the others.
+
+    Where R divides no dim of y, the Exchange is that of an x with a few more rows.
+    """
+    check_all_reduce(x, w, reduce_op, group_size)
+    y = [*x[:-1], w[-1]]
+    dims = [dim for dim, size in enumerate(y) if size % group_size == 0]
+    wide = w[-1] > math.prod(x[len(w) - 2 : -1])  # cut columns read x once per rank, cut rows read w once per rank
+    split_dim = dims[-1 if wide else 0] if dims else len(y) - 2
+    y[split_dim] += -y[split_dim] % group_size
+    return _push(x, w, y, split_dim, (y, split_dim), group_size, reduce_op)
+
+
+def _push(
+    x: Shape,
+    w: Shape,
+    y: list[int],
+    split_dim: int,
+    unpacked: tuple[list[int], int | None],
+    group_size: int,
+    *facts: Any,
+    cut: Cut | None = None,
+    largest: Exchange | None = None,
+) -> Exchange:
+    """The Exchange of y = x @ w, viewed: its blocks along split_dim go to the ranks; what arrives is the result."""
+    return Exchange(
+        shape=y,
+        num_lead=len(x) - 1,
+        num_batch_dims=len(w) - 2,
+        split_dim=split_dim,
+        packed=(block_shape(y, split_dim, group_size), None),
+        unpacked=unpacked,
+        group_size=group_size,
+        out_shapes=[unpacked[0]],
+        k=x[-1],
+        facts=facts,
+        cut=cut,
+        largest=largest,
+    )
+
+
+def _gather(
+    gathered: list[int],
+    num_lead: int,
+    w: Shape,
+    gather_dim: int,
+    packed: tuple[list[int], int | None],
+    group_size: int,
+    out_shapes: list[list[int]],
+    cut: Cut | None,
+    largest: Exchange | None,
+) -> Exchange:
+    """The Exchange of gathered @ w, whose blocks along gather_dim come from the ranks."""
+    return Exchange(
+        shape=gathered,
+        num_lead=num_lead,
+        num_batch_dims=len(w) - 2,
+        split_dim=gather_dim,
+        packed=packed,
+        unpacked=(gathered, gather_dim),
+        group_size=group_size,
+        out_shapes=out_shapes,
+        k=w[-2],
+        gathers=True,
+        cut=cut,
+        largest=largest,
+    )
+
+
+def check_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> None:
+    _check_group_size(group_size)
+    _check_matmul(x, w, "x")
+    _check_reduce_op(reduce_op)
+
+
+def of(make: Callable[..., Any], *args: Any) -> Any:
+    """``make(*args)``, cached where the sizes are plain ints, because geometry costs more than a small matmul."""
+    try:
+        return _cached(make, *args)
+    except TypeError:  # a SymInt has no hash
+        return make(*args)
+
+
+def _is_symbolic(arg: Any) -> bool:
+    return isinstance(arg, torch.SymInt) or (isinstance(arg, tuple) and any(map(_is_symbolic, arg)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
+    exchange = make(*args)
+    bound = inspect.signature(make).bind(*args).arguments
+    exchange.arguments = {name: value for name, value in bound.items() if name != "splits"}
+    if exchange.cut is not None and exchange.largest is not None:  # what is the same on all ranks, who compare it
+        exchange.arguments |= {**exchange.largest.arguments, **exchange.cut.arguments}
+    return exchange
+
+
+def check_tensors(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], partial_bias: Tensor | None = None
+) -> None:
+    """Checks of dtype and device that all ops share."""
+    if x.dtype not in OP_DTYPES:
+        raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
+    if len(biases) != len(ws):
+        raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")
+    for name, tensors in (("w", ws), ("bias", biases), ("partial_bias", [partial_bias])):
+        for t in tensors:
+            if t is None:
+                continue
+            if t.dtype != x.dtype:
+                raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
+            if t.device != x.device:
+                raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
+
+
+def check_bias(bias: Tensor | None, n: int, name: str = "N", argument: str = "bias") -> None:
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"{argument} must have shape [{name}] = [{n}], got {list(bias.shape)}")
+
+
+def check_out(out: Tensor, x: Tensor, shape: Shape) -> None:
+    """Raises ValueError unless a result of ``shape``, with x's dtype and device, can be written to ``out``."""
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+    if out.dtype != x.dtype:
+        raise ValueError(f"out must have x's dtype {x.dtype}, got {out.dtype}")
+    if out.device != x.device:
+        raise ValueError(f"out must be on x's device {x.device}, got {out.device}")
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+
+
+def _num_lead(exchanged: Shape, w: Shape) -> int:
+    """The number of leading dims of the exchanged x that are not K.
+
+    K is made of as few dims as possible; with a batched w, one dim of rows is left.
+    """
+    if len(w) != 2:
+        return max(1, min(len(w) - 1, len(exchanged) - 1))
+    for num_lead in range(len(exchanged) - 1, 0, -1):
+        if math.prod(exchanged[num_lead:]) == w[-2]:
+            return num_lead
+    return len(exchanged) - 1
+
+
+def _with(shape: Shape, sizes: Mapping[int, int]) -> list[int]:
+    """``shape`` with other sizes at some dims."""
+    return [sizes.get(dim, size) for dim, size in enumerate(shape)]
+
+
+def _gathered(shape: Shape, dim: int, group_size: int) -> list[int]:
+    return _with(shape, {dim: shape[dim] * group_size})
+
+
+def _check_group_size(group_size: int) -> None:
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+
+
+def _check_ndim(x: Shape, name: str) -> None:
+    if len(x) < 2:
+        raise ValueError(f"{name} must have at least 2 dims [..., K], got shape {tuple(x)}")
+
+
+def _check_matmul(x: Shape, w: Shape, name: str) -> None:
+    """``name``: what errors call x, which may have been gathered or exchanged before the matmul."""
+    _check_ndim(x, name)
+    if len(w) not in (2, len(x)):
+        raise ValueError(f"w must be 2-D [K, N] or have {name}'s batch dims, got {len(w)} dims beside {len(x)}")
+    if x[-1] != w[-2]:
+        raise ValueError(f"{name} and w must agree on K, got {x[-1]} and {w[-2]}")
+    if len(w) > 2 and tuple(w[:-2]) != tuple(x[:-2]):
+        raise ValueError(f"batch dims of w must equal those of {name}, got {tuple(w[:-2])} and {tuple(x[:-2])}")
+
+
+def _check_out_shape(n: int, out_shape: Shape | None) -> list[int]:
+    if out_shape is None:
+        return [n]
+    if len(out_shape) == 0 or any(size < 0 for size in out_shape) or math.prod(out_shape) != n:
+        raise ValueError(f"out_shape must be sizes whose product is N={n}, got {list(out_shape)}")
+    return list(out_shape)
+
+
+def _check_dim(name: str, dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{name} must be in [{-ndim}, {ndim - 1}], got {dim}")
+    return dim % ndim
+
+
+def _check_dims(gather_dim: int, scatter_dim: int, ndim: int) -> tuple[int, int]:
+    gather, scatter = _check_dim("gather_dim", gather_dim, ndim), _check_dim("scatter_dim", scatter_dim, ndim)
+    if gather == scatter:
+        raise ValueError(f"gather_dim and scatter_dim must differ, got {gather_dim} and {scatter_dim}")
+    return gather, scatter
+
+
+def _check_reduce_op(reduce_op: str) -> None:
+    if reduce_op not in REDUCE_OPS:
+        raise ValueError(f"reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")

@@ -1,0 +1,307 @@
+"""How a call runs. It is decided from what all ranks know, so that all ranks decide alike.
+
+Rules say what cannot run, each with its reason:
+
+    one rank                                            unfused     nothing to exchange
+    float64                                             unfused     for gradcheck: the kernels add in float32
+    no workspace (host, native, peers, memory, Triton)  neither chunked nor fused  voted: of all ranks, or of none
+    one row does not fit a slot                         likewise    rounds are cut between rows
+    K or N above 2^30                                   not fused   its kernels count them in 32 bits
+    parts of different sizes                            not fused   its kernels take chunks of one size
+    a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
+    CPU                                                 not fused   it runs in Triton's interpreter, for tests
+    GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
+    GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
+    GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
+    not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
+    CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
+
+The algorithm that `cost` estimates to be fastest runs, of those that are left; `pipelined` is one where nothing with a
+workspace can run. Its numbers were measured on this machine by `fusedcomm tune` or are default ones; the reason says
+which. A decode size has less than 64 KiB per peer, or cuts rows and has fewer than 128 per rank.
+
+`force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run. Like a capture, they must
+be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused or pipelined.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fusedcomm import env
+from fusedcomm.plan.cost import in_pieces, model
+from fusedcomm.plan.cost.links import sent_bytes
+from fusedcomm.plan.cost.model import Constants
+from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.geometry.exchange import Exchange, aligned_numel
+
+log = logging.getLogger("fusedcomm")
+
+FORCED = "forced"
+PIPELINED_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
+
+    Attributes:
+        op: the name of the op.
+        algorithm: "unfused", "chunked", "fused" or "pipelined".
+        reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
+            from.
+        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
+        num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
+            next: the pieces of a pipelined call; 0 where it runs unfused.
+        sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
+        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
+    """
+
+    op: str
+    algorithm: str
+    reason: str
+    slot_bytes: int = 0  # what one round needs
+    num_rounds: int = 0
+    sent_bytes: int = 0
+
+    @property
+    def has_workspace(self) -> bool:
+        return self.algorithm in env.WITH_WORKSPACE
+
+    def __repr__(self) -> str:
+        rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        if self.algorithm == "pipelined":
+            rounds = f", {self.num_rounds} pieces, {self.sent_bytes / (1 << 20):.3g} MiB sent"
+        return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
+
+
+class Facts(Protocol):
+    """The planner's facts of a group on a device, equal on all ranks: a `Member`, without its memory."""
+
+    device: torch.device
+    topology: Any  # what the group has voted
+
+    @property
+    def no_workspace(self) -> str | None: ...
+    @property
+    def max_slot_bytes(self) -> int: ...
+    @property
+    def outcomes(self) -> Mapping[str, str]: ...
+    @property
+    def for_capture(self) -> bool: ...
+
+
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
+    """``member`` is None for a group of one rank."""
+    if member is None or exchange.group_size == 1:
+        return Plan(op, "unfused", "one rank: nothing to exchange")
+    name, strict = force_algorithm.current
+    name = name or member.topology.algorithm
+    own, exchange = exchange, exchange.for_all
+    reason = _reject_uneven(name, own, member)
+    if reason is None:
+        reason = _reject_reason(name, exchange, dtype, member)
+        if name == "pipelined" and reason is None:
+            return _pipelined(op, own, dtype, member, FORCED)
+        if name is None and reason is not None and _reject_reason("pipelined", exchange, dtype, member) is None:
+            return _without_workspace(op, own, dtype, member, reason)
+    if reason is not None:
+        if strict and name not in (None, "unfused"):
+            raise RuntimeError(f"{op} cannot run as {name}: {reason}")
+        log_fallback(op, reason)
+        return Plan(op, "unfused", reason)
+    if name is not None:
+        algorithm, why = name, FORCED
+    else:
+        algorithm, why = _choose(op, own, dtype, member)
+    if algorithm == "unfused":
+        return Plan(op, "unfused", why)
+    if why != FORCED:
+        wrong, why = _proved(op, algorithm, own, dtype, member, why)
+        if wrong:
+            return Plan(op, "unfused", wrong)
+    slot_bytes, num_rounds = _rounds(exchange, dtype, member)
+    if algorithm == "chunked" and member.device.type == "cuda" and exchange.takes_all(dtype.itemsize):
+        max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
+        num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
+    return Plan(op, algorithm, why, slot_bytes, num_rounds)
+
+
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
+    """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
+    constants, kind = constants_of(member), _kind(dtype, member)
+    chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
+    why = model.decode_reason(exchange.for_all, chunk_bytes, constants)
+    if why is None:
+        unfused = model.estimate(op, exchange, kind, constants)["unfused"]
+        num_pieces, pipelined = in_pieces.fastest(op, exchange, kind, constants, member.topology.backend_sums)
+        if pipelined < unfused:
+            times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
+            wrong, why = _proved(op, "pipelined", exchange, dtype, member, f"{reason}; {times}")
+            if wrong:
+                return Plan(op, "unfused", wrong)
+            return _pipelined(op, exchange, dtype, member, why, num_pieces)
+        why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
+    log_fallback(op, reason)
+    return Plan(op, "unfused", f"{reason}; {why}")
+
+
+def _proved(
+    op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str
+) -> tuple[str | None, str]:
+    """What the proof of the algorithm has found, if it was wrong, and why the call runs so."""
+    if not member.topology.prove:
+        return None, why
+    wrong = member.outcomes.get(member.topology.name_of_proof(op, algorithm, dtype, exchange.cut is not None))
+    if wrong:
+        log_fallback(op, wrong)
+    return wrong, f"{why}; proved at its first call" if wrong is None else why
+
+
+def _pipelined(
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str, num_pieces: int | None = None
+) -> Plan:
+    if num_pieces is None:
+        kind, backend_sums = _kind(dtype, member), member.topology.backend_sums
+        num_pieces, _ = in_pieces.fastest(op, exchange, kind, constants_of(member), backend_sums)
+    pieces = exchange.for_all.pieces(num_pieces)
+    sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
+    return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
+
+
+def constants_of(member: Facts) -> Constants:
+    """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
+    topology = member.topology
+    constants = topology.constants or model.DEFAULTS[member.device.type]
+    if topology.across is None or topology.measured_apart:
+        return constants
+    return model.across_hosts(constants, topology.across)
+
+
+def _kind(dtype: torch.dtype, member: Facts) -> str:
+    return dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
+
+
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[str, str]:
+    constants, kind = constants_of(member), _kind(dtype, member)
+    if member.device.type == "cpu":
+        return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
+    if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
+        return "unfused", why
+    for_capture = member.for_capture
+    if exchange.cut is not None:
+        name, why = _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
+        return name, f"{why}; parts of different sizes: not fused"
+    usable = ("fused", "unfused") if for_capture else ("fused", "chunked", "unfused")
+    if why := _too_wide(exchange.for_all):
+        if for_capture:
+            return "unfused", why
+        usable = ("chunked", "unfused")
+    name, why = _fastest(op, exchange, kind, constants, usable)
+    return name, f"{why}; CUDA graph: not chunked" if for_capture else why
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...]) -> tuple[str, str]:
+    """The one of ``usable`` that is estimated to be fastest, and the estimate beside that of the best alternative."""
+    estimates = model.estimate(op, exchange, dtype, constants)
+    first, second, *_ = sorted(usable, key=lambda name: estimates[name])
+    other = "unfused" if first != "unfused" else second
+    times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"
+    return first, f"{times}, {constants.source} numbers"
+
+
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def dtype_name(dtype: torch.dtype, tf32: bool) -> str:
+    """The dtype's name in `cost`. ``tf32``: whether float32 matmuls count as TF32."""
+    return "tf32" if tf32 and dtype == torch.float32 else _NAMES[dtype]
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str | None:
+    """Why parts of different sizes keep ``name``, or any algorithm with a workspace, from running; None if nothing."""
+    if exchange.cut is None or name == "unfused":
+        return None
+    if not exchange.tells_k:
+        return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
+    if name == "fused":
+        return f"parts of different sizes, {exchange.cut}: the kernels of fused take chunks of one size"
+    if member.for_capture:
+        return f"parts of different sizes, {exchange.cut}: not fused, and a CUDA graph would fix the slots of chunked"
+    return None
+
+
+def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+    """Why ``name``, or any algorithm with a workspace if it is None, cannot run these inputs; None if it can."""
+    topology = member.topology
+    if name == "unfused":
+        return None
+    if dtype == torch.float64:
+        return "float64 has no overlapped algorithm"
+    if name == "pipelined":
+        return _reject_pipelined(member)
+    if member.no_workspace is not None:
+        return member.no_workspace
+    row_bytes = exchange.row_numel * dtype.itemsize * exchange.group_size
+    if row_bytes > member.max_slot_bytes:
+        return (
+            f"one row for every peer takes {row_bytes} bytes, a slot has {member.max_slot_bytes}: "
+            f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
+        )
+    if name == "fused":
+        return topology.no_fused or _too_wide(exchange)
+    if name == "chunked" and member.for_capture:
+        return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
+    return None
+
+
+def _reject_pipelined(member: Facts) -> str | None:
+    backend = PIPELINED_BACKENDS[member.device.type]
+    if member.topology.backend != backend:
+        return f"pipelined runs on {backend} here, got {member.topology.backend or 'no backend'}"
+    if member.for_capture:
+        return "nobody has captured a pipelined call in a CUDA graph"
+    return None
+
+
+def _too_wide(exchange: Exchange) -> str | None:
+    """Why the kernels of fused cannot count what a slot does not bound, or None if they can."""
+    sizes = {"K": exchange.k}
+    if exchange.gathers:
+        sizes["N"] = max(shape[-1] for shape in exchange.out_shapes)
+    if exchange.row_numel == 0:
+        sizes["the number of rows"] = math.prod(exchange.block[: exchange.num_lead])
+    for name, size in sizes.items():
+        if size > MOST_INDICES:
+            return f"{name} must be at most {MOST_INDICES} for fused, got {size}"
+    return None
+
+
+def _rounds(exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[int, int]:
+    """Bytes of a slot and number of rounds; rounds are cut only where the workspace cap asks for it."""
+    peer_bytes = exchange.group_size * dtype.itemsize
+    if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:
+        return exchange.chunk_numel * peer_bytes, 1
+    return member.max_slot_bytes, len(exchange.rounds(member.max_slot_bytes // peer_bytes))
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def log_fallback(op: str, reason: str) -> None:
+    if (op, reason) not in _logged:
+        _logged.add((op, reason))
+        log.warning("%s runs unfused: %s", op, reason)

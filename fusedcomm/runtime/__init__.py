@@ -1,1 +1,0 @@
-"""Where an op runs: groups, votes, symmetric memory, the protocol on it, and what is known of a call when it fails."""

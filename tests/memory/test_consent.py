@@ -1,0 +1,99 @@
+"""Ballots of ranks that come to the same program, to others, alone or late: all take one answer, and soon."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
+
+import pytest
+from torch.distributed import HashStore
+
+from fusedcomm.memory import consent
+from fusedcomm.memory.consent import ABSENT, OTHER, YES, Consent
+
+Programs = list[str]  # of one rank: digests, and "" where it changes nothing
+
+
+def answers(ranks: list[Consent], programs: list[Programs]) -> list[list[str]]:
+    def run(rank: Consent, programs: Programs) -> list[str]:
+        return [come(rank, each) for each in programs]
+
+    def come(rank: Consent, digest: str) -> str:
+        if digest:
+            return rank.ask(digest).kind
+        rank.pass_by()
+        return ""
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(run, ranks, programs))
+
+
+def group(group_size: int) -> list[Consent]:
+    store = HashStore()
+    return [Consent(store, rank, group_size) for rank in range(group_size)]
+
+
+SCENES: dict[str, list[tuple[list[Programs], list[list[str]]]]] = {  # one event behind another
+    "equal": [([["a"], ["a"]], [[YES], [YES]])] * 3,
+    "others": [([["a"], ["b"]], [[OTHER], [OTHER]]), ([["a"], ["a"]], [[YES], [YES]])],
+    "nothing": [([["a"], [""]], [[OTHER], [""]]), ([["a"], ["a"]], [[YES], [YES]])],
+    "agreed before": [
+        ([["a"], ["a"]], [[YES], [YES]]),
+        ([["a"], [""]], [[OTHER], [""]]),
+        ([["a"], ["b"]], [[OTHER], [OTHER]]),
+        ([["b"], ["b"]], [[YES], [YES]]),
+    ],
+    "one of three": [([["a"], ["a"], ["b"]], [[OTHER], [OTHER], [OTHER]]), ([["a"]] * 3, [[YES]] * 3)],
+}
+LATE: dict[str, list[tuple[list[Programs], list[list[str]]]]] = {
+    "alone, and never before": [([["a"], []], [[ABSENT], []])],
+    "alone, as all before": [
+        ([["a"], ["a"]], [[YES], [YES]]),
+        ([["a"], []], [[YES], []]),
+        ([["a", "b"], ["a", "b"]], [[YES, YES]] * 2),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_nobody_waits_for_a_rank_that_is_elsewhere(name: str) -> None:
+    began = time.monotonic()
+    ranks = group(len(SCENES[name][0][0]))
+    for programs, want in SCENES[name]:
+        assert answers(ranks, programs) == want
+    assert time.monotonic() - began < consent.env.timeout_s() * consent._PATIENCE
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_a_rank_that_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "2")
+    ranks = group(2)
+    for programs, want in LATE[name]:
+        assert answers(ranks, programs) == want
+
+
+def test_a_rank_that_comes_late_takes_the_answer_that_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "1")
+    ranks = group(2)
+    assert [rank.ask("a").kind == YES for rank in ranks] == [False, False]
+    assert answers(ranks, [["b"], ["b"]]) == [[YES], [YES]]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each event all ranks have one answer, which is yes only if all have the same program."""
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "5")
+    rng, ranks = random.Random(seed), group(3)
+    agreed = 0
+    with patch.object(consent, "_SHORT", 1 / 5):
+        for _ in range(60):
+            event = rng.choices(["a", "b", "c", ""], k=3) if rng.random() < 0.4 else [rng.choice("abc")] * 3
+            found = answers(ranks, [[each] for each in event])
+            yes = [kinds == [YES] for kinds in found]
+            assert all(yes) or not any(yes), (event, found)
+            assert not any(yes) or len({*event}) == 1, event
+            agreed += all(yes)
+    assert agreed > 20

@@ -1,0 +1,189 @@
+"""A rank that has left: its peers hear why at once, in a wait or when they come, and no round before is spoiled.
+
+Here a rank says that it ends and lives on. tests/memory/test_process_ends.py has processes that end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+import fusedcomm
+from fusedcomm.memory import departures, members, workspace
+from fusedcomm.memory.segment import LAST_WORDS_BYTES
+from tests.faults.steps import at_step
+from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.problems import PROBLEMS
+from tests.helpers.waiting import wait_until
+
+HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
+WORDS = "LookupError: no more data, after call 1"
+AT_ONCE_S = 10.0  # long before the time-out, on a busy machine too
+
+
+def leave(group: Any) -> None:
+    """End as a rank does, but for its dump."""
+    (member,) = members.members(group)
+    assert member.workspace is not None
+    member.workspace.leave(WORDS)
+    departures.announce([(member.departures, WORDS)])
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("waits", [False, True], ids=["before-they-come", "while-they-wait"])
+def test_peers_hear_why_a_rank_has_left(rank: int, waits: bool, tmp_path: Path) -> None:
+    waiting, left = tmp_path / "rank 0 waits", tmp_path / "rank 1 has left"
+    must_stop = workspace.Workspace._must_stop
+
+    def must_stop_seen(self: workspace.Workspace, epoch: int) -> bool:
+        waiting.touch()
+        return must_stop(self, epoch)
+
+    with (
+        fresh_group(TIMEOUT_S="60") as group,
+        fusedcomm.force_algorithm("chunked", strict=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        check(group, HEADS, call(group, HEADS))
+        if rank == 0:
+            patch.setattr(workspace, "LOOK_S", 0.05)
+            patch.setattr(workspace.Workspace, "_must_stop", must_stop_seen)
+        if rank == 1:
+            wait_until(lambda: waiting.exists() or not waits)
+            leave(group)
+            left.touch()
+        if rank == 2 or not waits:  # rank 0 waits for rank 2 too, which is not to blame
+            wait_until(left.exists)
+        if rank != 1:
+            begun = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"round 2: rank 1 has left: {WORDS} ") as caught:
+                    call(group, HEADS)
+                assert (caught.value.peers, caught.value.epoch) == ([1], 2)
+                assert "TIMEOUT_S" not in caught.value.next_step
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"close: .*: rank 1 has left: {WORDS}\n") as caught:
+                fusedcomm.close(group)
+            assert caught.value.peers == [1] and "TIMEOUT_S" not in caught.value.next_step
+            assert time.monotonic() - begun < AT_ONCE_S
+        dist.barrier(group)
+        fusedcomm.reset(group)  # they are there after all
+        check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+@on_ranks(2)
+def test_a_rank_that_ends_spoils_no_round_before(rank: int) -> None:
+    """Rank 0 has yet to read what rank 1 has sent, which has completed the round and ends."""
+
+    def late(go_on: Callable[[], Any]) -> Any:
+        dist.barrier(group)  # behind the end of rank 1
+        return go_on()
+
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        with at_step("chunked", "read", late) if rank == 0 else nullcontext():
+            check(group, HEADS, call(group, HEADS, 1), 1)
+        if rank == 1:
+            leave(group)
+            dist.barrier(group)
+        else:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match="rank 1 has left"):
+                call(group, HEADS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [LookupError("no more data"), None], ids=["by-an-exception", "for-good"])
+def test_a_rank_that_destroys_its_group_says_why(rank: int, error: Exception | None) -> None:
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
+        patch.setenv("FUSEDCOMM_TIMEOUT_S", "60")
+        check(group, HEADS, call(group, HEADS))
+        if rank == 1:
+            with contextlib.suppress(LookupError):
+                try:
+                    if error is not None:
+                        raise error
+                finally:
+                    dist.destroy_process_group(group)
+                    del group
+            return
+        words = WORDS if error else "its group was destroyed, after call 1"
+        failing = [call, lambda *_: fusedcomm.close(group)] if error else [call]
+        for each in failing:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {words}") as caught:
+                each(group, HEADS)
+            assert caught.value.peers == [1]
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_a_process_that_is_gone_is_found(rank: int) -> None:
+    with fresh_group(TIMEOUT_S="60") as group:
+        check(group, HEADS, call(group, HEADS))
+        if rank == 0:
+            found = members.members(group)[0].departures
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(departures, "_started", lambda pid: None)
+                begun = time.monotonic()
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {departures.KILLED}") as caught:
+                    call(group, HEADS)
+            assert caught.value.peers == [1] and time.monotonic() - begun < AT_ONCE_S
+            assert found is not None and not found.is_gone(1)
+        dist.barrier(group)
+
+
+@on_ranks(3)
+def test_whoever_comes_later_blames_the_process_that_is_gone(rank: int) -> None:
+    """Rank 2 comes when rank 0 has found rank 1 gone, and has given up."""
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        if rank == 2:
+            dist.barrier(group)
+        if rank != 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(departures.Departures, "is_gone", lambda self, peer: rank == 0 and peer == 1)
+                with pytest.raises(fusedcomm.PeerTimeoutError, match=f"rank 1 has left: {departures.KILLED}") as caught:
+                    call(group, HEADS)
+            assert caught.value.peers == [1]
+        if rank != 2:
+            dist.barrier(group)
+        dist.barrier(group)
+
+
+def test_a_killed_process_is_gone_before_its_parent_has_seen_it() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    lives = [{"life": name, "process": departures._started(child.pid), "host": "here"} for name in "ab"]
+    lives.append(lives[1] | {"host": "another"})
+    lives.append(lives[1] | {"process": f"{child.pid} 1"})  # an earlier process of that id, as if seen from elsewhere
+    found = departures.Departures(HashStore(), 0, lives)
+    assert not any(found.is_gone(rank) for rank in range(4))
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert [found.is_gone(rank) for rank in range(4)] == [True, True, False, False]
+    found.announce(WORDS)
+    assert found.last_words(range(4)) == {0: WORDS, 1: departures.KILLED}
+    child.wait()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (LookupError("a\n  b"), "LookupError: a b, after call 12"),
+        (None, "it was over, after call 12"),
+        (ValueError("é" * 300), f"ValueError: {'é' * 114}, after call 12"),
+    ],
+    ids=["exception", "none", "long"],
+)
+def test_last_words_fit_into_their_place(error: Exception | None, words: str) -> None:
+    said = departures.farewell(error, "it was over", 12)
+    assert said == words and len(said.encode()) <= LAST_WORDS_BYTES

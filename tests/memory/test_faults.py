@@ -1,0 +1,290 @@
+"""Faults between ranks: a peer that is absent, late, killed, in another call or has left half way; and the reset."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.launch.ranks import RankPool
+from fusedcomm.memory import members, workspace
+from fusedcomm.plan import planner
+from fusedcomm.plan.schedule import Launch, Wait
+from fusedcomm.run.python_executor import Execution
+from tests.faults.steps import at_step
+from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.problems import PROBLEMS, Problem, integers
+from tests.helpers.tiers import thorough_but
+from tests.helpers.waiting import wait_until
+
+BY_NAME = {problem.name: problem for problem in PROBLEMS}
+HEADS = BY_NAME["heads"]
+
+
+@contextmanager
+def at_once(group: Any) -> Iterator[None]:
+    """The block may wait for minutes, and must not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSEDCOMM_TIMEOUT_S", "300")
+        for member in members.members(group):
+            if member.workspace is not None:
+                patch.setattr(member.workspace, "timeout_s", 300.0)
+        start = time.monotonic()
+        yield
+        assert time.monotonic() - start < 30
+
+
+class Left(Exception):
+    """Stands for something that happens in the middle of a round: Ctrl-C, no memory, a compiler error."""
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("algorithm", thorough_but(["chunked"], ["chunked", "fused"]))
+def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm: str) -> None:
+    """Rank 1 leaves the round after it has signalled."""
+    step = Execution.step
+
+    def leave(self: Execution, work: Any, *rest: Any) -> None:
+        if isinstance(work, Wait) or (isinstance(work, Launch) and "unpack" in work.kernel):
+            raise Left
+        step(self, work, *rest)
+
+    with fresh_group(TIMEOUT_S="5") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check(group, HEADS, call(group, HEADS, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Execution, "step", leave)
+                with pytest.raises(Left):
+                    call(group, HEADS, 1)
+            else:
+                with suppress(fusedcomm.PeerError):  # or this rank has had its data already
+                    check(group, HEADS, call(group, HEADS, 1), 1)
+        dist.barrier(group)
+        with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset") as caught:
+            call(group, HEADS, 2)
+        assert caught.value.peers == [1]
+        cause = "left by Left" if rank == 1 else "[1] left their call"
+        assert cause in str(caught.value)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, HEADS, call(group, HEADS, 3), 3)
+
+
+@on_ranks(2)
+def test_reset_against_close_is_a_mismatch(rank: int) -> None:
+    with fresh_group() as group:
+        check(group, HEADS, call(group, HEADS))
+        with pytest.raises(fusedcomm.PeerMismatchError, match=r"0: fusedcomm\.reset, 1: fusedcomm\.close"):
+            (fusedcomm.close if rank else fusedcomm.reset)(group)
+        check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
+    """One rank has no memory for the workspace: all run unfused, and say why, until a reset."""
+    problem = BY_NAME["rows-gathered"]
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    def plan() -> planner.Plan:
+        args = (*integers(problem, rank, dist.get_world_size())[:2], 0, 1, group)
+        return fusedcomm.explain("matmul_all_to_all", *args)
+
+    with fresh_group() as group:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(workspace.Workspace, "initialise", staticmethod(refuse))
+            check(group, problem, call(group, problem))
+        assert plan().algorithm == "unfused"
+        assert plan().reason.startswith("rank 1 cannot allocate a workspace of")
+        check(group, problem, call(group, problem, 1), 1)
+        fusedcomm.reset(group)
+        assert plan().algorithm == "chunked"
+        check(group, problem, call(group, problem, 2), 2)
+
+
+@on_ranks(2)
+def test_a_forked_child_is_no_rank(rank: int) -> None:
+    """A forked child shares the parent's mapping; it must not take part in the protocol."""
+    with fresh_group() as group:
+        check(group, HEADS, call(group, HEADS))
+        child = os.fork()
+        if child == 0:
+            try:
+                call(group, HEADS)
+            except RuntimeError as error:
+                os._exit(7 if "was forked from rank" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.barrier(group)
+        check(group, HEADS, call(group, HEADS, 1), 1)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("algorithm", "warm"),
+    [("chunked", False), ("chunked", True), pytest.param("fused", True, marks=pytest.mark.thorough)],
+    ids=["chunked-first-call", "chunked-later-call", "fused-later-call"],
+)
+def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
+    """One rank never calls. The others say so in time, name it, and are right again after a reset."""
+    absent = 1
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        if warm:
+            check(group, HEADS, call(group, HEADS))
+        else:
+            members.member(group.group_name, torch.device("cpu"))  # the vote alone
+        dist.barrier(group)
+        if rank != absent:
+            start = time.monotonic()
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=rf"\[{absent}\].* did not") as caught:
+                call(group, HEADS)
+            assert time.monotonic() - start < 10
+            assert caught.value.peers == [absent]
+            assert caught.value.op == "matmul_all_to_all"
+            assert caught.value.epoch == (2 if warm else 0)
+        dist.barrier(group)
+        if warm or rank != absent:
+            with at_once(group), pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
+                call(group, HEADS)  # what is known already
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        for seed in range(3):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+
+
+@on_ranks(2)
+def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(rank: int) -> None:
+    """The first call of one rank must not meet the second one of another that has given up on the first."""
+    with fresh_group(TIMEOUT_S="1") as group:
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+                call(group, HEADS, 0)
+            assert (caught.value.peers, caught.value.epoch) == ([1], 0)
+        dist.barrier(group)
+        with (
+            at_once(group) if rank == 0 else nullcontext(),
+            pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset"),
+        ):
+            call(group, HEADS, 1 - rank)
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, HEADS, call(group, HEADS, 2), 2)
+
+
+OTHER_ROWS = Problem("other-rows", (2, 7, 5), 12, 1, -2, out_shape=(4, 3))
+NEEDS_GROWTH = Problem("needs-growth", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("other", "algorithm", "warm"),
+    [
+        (NEEDS_GROWTH, "chunked", False),
+        (NEEDS_GROWTH, "chunked", True),
+        pytest.param(OTHER_ROWS, "fused", True, marks=pytest.mark.thorough),
+    ],
+    ids=["needs-growth-chunked-first-call", "needs-growth-chunked-later-call", "other-rows-fused-later-call"],
+)
+def test_a_peer_in_another_call(rank: int, other: Problem, algorithm: str, warm: bool) -> None:
+    with fresh_group() as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        if warm:
+            check(group, HEADS, call(group, HEADS))
+        with pytest.raises(fusedcomm.PeerMismatchError, match="other shapes, dtype or dims") as caught:
+            call(group, other if rank == 1 else HEADS)
+        assert set(caught.value.peers) <= ({0, 2} if rank == 1 else {1})
+        assert caught.value.peers
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        for seed in range(3):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+
+
+@on_ranks(3)
+def test_a_late_rank_gets_an_error_too(rank: int, tmp_path: Path) -> None:
+    """Two ranks give up on a third that comes late: it must not return a result either."""
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        dist.barrier(group)
+        if rank == 2:
+            wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+            call(group, HEADS)
+        (tmp_path / f"{rank} gave up").touch()
+        if rank == 2:
+            assert caught.value.peers == [0, 1]
+            assert "gave up" in str(caught.value)
+        else:
+            assert caught.value.peers == [2]
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, HEADS, call(group, HEADS))
+
+
+@on_ranks(2)
+def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, tmp_path: Path) -> None:
+    """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
+
+    def late(go_on: Callable[[], Any]) -> Any:
+        wait_until((tmp_path / "0 gave up").exists)
+        return go_on()
+
+    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS, 0))
+        with at_step("chunked", "read", late) if rank == 1 else nullcontext():
+            check(group, HEADS, call(group, HEADS, 1), 1)
+        with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+            call(group, HEADS, 2)
+        (tmp_path / f"{rank} gave up").touch()
+        assert caught.value.peers == [1 - rank]
+        assert caught.value.epoch == 3
+
+
+def run_until_error(rank: int, ready: str) -> tuple[str, list[int], float]:
+    check(dist.group.WORLD, HEADS, call(dist.group.WORLD, HEADS))
+    Path(ready, str(rank)).touch()
+    start = time.monotonic()
+    try:
+        while True:
+            start = time.monotonic()
+            call(dist.group.WORLD, HEADS)
+    except fusedcomm.PeerError as error:
+        return type(error).__name__, error.peers, time.monotonic() - start
+
+
+def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "2"}) as pool:
+        pool.start(run_until_error, str(tmp_path))
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
+        pool.kill(1)
+        for rank, answer in enumerate(pool.join()):
+            if rank != 1:
+                name, peers, seconds = answer
+                assert name == "PeerTimeoutError"
+                assert peers == [1]
+                assert seconds < 20
+
+
+@on_ranks(2)
+def test_a_reset_that_a_rank_missed_can_be_repeated(rank: int) -> None:
+    """A reset that a rank misses ends in time and can be repeated."""
+    with fresh_group(TIMEOUT_S="1") as group:
+        check(group, HEADS, call(group, HEADS))
+        dist.barrier(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError, match=r"fusedcomm\.reset") as caught:
+                fusedcomm.reset(group)
+            assert caught.value.peers == [1]
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        check(group, HEADS, call(group, HEADS))

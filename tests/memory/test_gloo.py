@@ -1,0 +1,92 @@
+"""Collectives on pretended CUDA tensors over gloo: none is of the kind that ends the process there."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedcomm.plan.geometry.cut import Cut, Parts
+from fusedcomm.redistribution import execute
+from fusedcomm.run import reference
+from fusedcomm.run.reference import all_gather_into_tensor
+from tests.helpers import redistribution_world as world
+from tests.helpers.on_ranks import on_ranks
+
+# The functional collectives that gloo of torch 2.11 to 2.15 copies to the host, and its class for CUDA tensors. Sums
+# have theirs in libtorch_cuda (ProcessGroupGlooCuda.cpp), and a reduce_scatter is an all_reduce.
+COPIED = {
+    "all_gather_into_tensor_out": "AsyncAllgatherCUDAWork",
+    "all_to_all_single": "AsyncAlltoallCUDAWork",
+    "all_reduce": None,
+    "reduce_scatter_tensor": None,
+}
+
+
+class Names(TorchDispatchMode):
+    """The names of the functional collectives that have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "_c10d_functional":
+            self.names.add(name)
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def pretended_cuda() -> Iterator[None]:
+    """Every tensor says that it is on CUDA. Its memory, and what gloo does with it, is the CPU's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "is_cuda", property(lambda t: True))
+        yield
+
+
+def run_all(rank: int) -> None:
+    """Each collective of a plain program, and each of a redistribution."""
+    name = dist.group.WORLD.group_name
+    x, both = torch.full((2, 2), rank + 1.0), torch.tensor([[1.0] * 2] * 2 + [[2.0] * 2] * 2)
+    assert torch.equal(reference.all_gather(x, 0, 2, name), both)
+    parts = Parts((0, 2), (2, 1), 3)
+    gathered = reference.all_gather(x[: 2 - rank], 0, 2, name, Cut(rank, parts, None), padded=True)
+    assert torch.equal(gathered, both[:3])
+    assert torch.equal(reference.exchange(x, 0, 1, 2, name), both[:, :1])
+    assert torch.equal(reference.reduce_scatter(x, "sum", 0, 2, name), torch.full((1, 2), 3.0))
+    assert torch.equal(reference.all_reduce(x, "sum", 2, name), torch.full((2, 2), 3.0))
+    for path in (("sum", 0, 1, None), ("sum", None)):
+        for step in world.Plan(tuple(world.sharding_of((4, 2), (2,), (at,)) for at in path), x.dtype).steps:
+            execute.run(step, (rank,), (0, 1), name, torch.ones(step.before.local_shape((rank,))))
+
+
+@on_ranks(2)
+def test_no_collective_that_ends_the_process_gets_cuda_tensors(rank: int) -> None:
+    with pretended_cuda(), Names() as ran:
+        run_all(rank)
+    assert ran.names - {"wait_tensor"} == set(COPIED)
+
+
+@on_ranks(2)
+def test_ranks_understand_each_other_whichever_form_each_takes(rank: int) -> None:
+    with pretended_cuda() if rank == 0 else Names():
+        gathered = all_gather_into_tensor(torch.full((2, 3), float(rank)), 2, dist.group.WORLD.group_name)
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    assert torch.equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3))
+
+
+@pytest.mark.parametrize("name", [name for name in COPIED.values() if name])
+def test_gloo_of_this_torch_copies_cuda_tensors(name: str) -> None:
+    """By the names of its classes, as wheels without CUDA have them too."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert content.find(name.encode()) >= 0, f"gloo of torch {torch.__version__} has no {name}"

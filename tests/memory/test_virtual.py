@@ -1,0 +1,63 @@
+"""Virtual groups on one GPU, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+
+from fusedcomm.memory.beside_kernels import _stream, beside_kernels
+from fusedcomm.memory.segment import FINGERPRINT_BITS
+from fusedcomm.testing.virtual import VirtualGroup, _streams, answer_later_rounds
+from tests.helpers.schedule.streams import DEVICE, Streams
+
+FINGERPRINT, NUM_ROUNDS = 7, 6
+
+
+def test_later_rounds_are_answered_when_their_slot_is_read() -> None:
+    """A thread stands for the device: it ends a round when it finds all of its flags, and exactly those."""
+    workspace = VirtualGroup(3, 1024, "cpu").workspaces[1]
+    words = workspace.buffers[1][: workspace.layout.header_bytes].view(torch.int64)
+    flags = [workspace.layout.flag(epoch, 0) // 8 for epoch in range(NUM_ROUNDS + 1)]
+    seen: list[int] = []
+
+    def device() -> None:
+        for epoch in range(3, NUM_ROUNDS + 1):
+            words[workspace.layout.epoch // 8] = epoch - 2
+            while int(words[flags[epoch]]) >> FINGERPRINT_BITS < epoch:
+                pass
+            later = (epoch + 1) % 2 * 3
+            seen.append(int(words[workspace.layout.flags // 8 + later]) >> FINGERPRINT_BITS)
+
+    workspace.epoch = NUM_ROUNDS
+    running = threading.Thread(target=device, daemon=True)
+    running.start()
+    answer_later_rounds(workspace, FINGERPRINT)
+    running.join(10)
+    assert seen == [0, 3, 4, 5]  # what the other slot's flag held: that of the round before, not of the one after
+    assert words[flags[NUM_ROUNDS]].item() == NUM_ROUNDS << FINGERPRINT_BITS | FINGERPRINT
+
+
+def test_a_round_that_does_not_end_is_an_error() -> None:
+    workspace = VirtualGroup(2, 1024, "cpu").workspaces[0]
+    workspace.epoch = 3
+    with pytest.raises(RuntimeError, match=r"round 1 must end within 0\.01 s"):
+        answer_later_rounds(workspace, FINGERPRINT, patience_s=0.01)
+
+
+def test_ranks_and_the_host_have_the_same_streams_in_all_groups() -> None:
+    """torch's pool has 32 of a priority and begins again: the host's stream must not become one that waits."""
+    streams = Streams()
+    with streams.in_place_of_cuda():
+        for cached in (_streams, _stream):
+            cached.cache_clear()
+        for _ in range(33):
+            for rank in range(8):
+                _streams(DEVICE, rank)
+            with beside_kernels(DEVICE):
+                pass
+        for cached in (_streams, _stream):
+            cached.cache_clear()
+    assert Counter(each.priority for each in streams.made[1:]) == {0: 8, -1: 16, -2: 1}  # the first one is torch's own

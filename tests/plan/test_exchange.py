@@ -1,0 +1,111 @@
+"""Geometry alone, in one process: every rank's chunks are computed, laid into slots and unpacked; no communication."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.plan.chunk_matmul import PushedMatmul
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.spans import Range, block_shape, span
+from fusedcomm.run.now import Now
+from tests.helpers.op_problems import ALL_PROBLEMS
+from tests.helpers.problems import Problem, integers
+
+
+def test_span_of_every_small_tensor() -> None:
+    """For all shapes up to 3 dims of 1 to 4, and every split, the formula agrees with indexing."""
+    for ndim in (1, 2, 3):
+        for sizes in itertools.product((1, 2, 4), repeat=ndim):
+            for dim in [d for d in range(ndim) if sizes[d] % 2 == 0]:
+                index = torch.arange(math.prod(sizes)).view(sizes)
+                box = [Range(0, size) for size in block_shape(sizes, dim, 2)]
+                s = span(sizes, dim, sizes[dim] // 2, box)
+                for peer in range(2):
+                    want = index.chunk(2, dim)[peer].flatten()
+                    got = [
+                        s.start + peer * s.peer_stride + i // s.inner * s.outer_stride + i % s.inner
+                        for i in range(s.size)
+                    ]
+                    assert got == want.tolist()
+                    assert s.view(index.view(-1), 0, peer).flatten().tolist() == want.tolist()
+
+
+def test_long_interleaved_runs_are_multiplied_in_place() -> None:
+    """Runs of at least 128 rows or columns take the branch without gathering. Both branches give the same."""
+    for shape, out_shape, gather_dim, scatter_dim in [
+        ((2, 512, 8), (4,), 0, 1),
+        ((3, 8), (3, 512), 0, 2),
+    ]:
+        x, w = (
+            torch.randint(-4, 5, shape).float(),
+            torch.randint(-4, 5, (8, math.prod(out_shape))).float(),
+        )
+        exchange = shapes.matmul_all_to_all(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
+        y = (x @ w).view(*shape[:-1], *out_shape)
+        for spans in exchange.rounds(exchange.chunk_numel):
+            for dst_rank in range(2):
+                chunk = torch.full((exchange.chunk_numel,), float("nan"))
+                PushedMatmul(Now(x.device), x, w, None, exchange)(spans, dst_rank, chunk)
+                torch.testing.assert_close(chunk.view(exchange.block), y.chunk(2, scatter_dim)[dst_rank])
+
+
+def indices(span: Span, peer: int) -> list[int]:
+    return [span.first(peer) + i // span.inner * span.outer_stride + i % span.inner for i in range(span.size)]
+
+
+@pytest.mark.parametrize("problem", ALL_PROBLEMS, ids=str)
+def test_chunks_cover_every_element_exactly_once(problem: Problem) -> None:
+    """All rounds and peers together cover the matmul's tensor, what is sent and what arrives."""
+    for group_size, divisor in ((1, 3), (2, 1), (2, 7), (3, 3), (4, 1), (4, 3)):
+        exchange = problem.exchange(*integers(problem, 0, group_size)[:2], group_size)
+        max_chunk_numel = max(exchange.row_numel, exchange.chunk_numel // divisor, 1)
+        matmul: list[tuple[int, ...]] = []
+        packed: list[int] = []
+        unpacked: list[int] = []
+        for spans in exchange.rounds(max_chunk_numel):
+            assert spans.chunk_numel <= max_chunk_numel
+            assert spans.batches.size * spans.rows.size * spans.columns.size == spans.chunk_numel == spans.pack.size
+            for peer in range(group_size):
+                parts = [indices(part, peer) for part in (spans.batches, spans.rows, spans.columns)]
+                matmul += itertools.product(*parts)
+                if peer == 0 or exchange.packed[1] is not None:  # else every peer is sent the same
+                    packed += indices(spans.pack, peer)
+                if peer == 0 or exchange.unpacked[1] is not None:  # else what arrives is added up, in one place
+                    unpacked += indices(spans.unpack, peer)
+        sizes = [exchange.num_batches, exchange.num_rows, math.prod(exchange.shape[exchange.num_lead :])]
+        assert sorted(matmul) == list(itertools.product(*map(range, sizes)))
+        assert sorted(packed) == list(range(math.prod(exchange.packed[0])))
+        assert sorted(unpacked) == list(range(math.prod(exchange.unpacked[0])))
+
+
+@pytest.mark.parametrize("problem", [p for p in ALL_PROBLEMS if p.op == "all_to_all_matmul"], ids=str)
+def test_what_is_packed_for_a_rank_is_where_it_unpacks_it(problem: Problem) -> None:
+    """The sender's and the receiver's side of every round, against cut and cat."""
+    group_size = 3
+    x, w, _ = integers(problem, 0, group_size)
+    exchange = problem.exchange(x, w, group_size)
+    xs = [torch.arange(x.numel()).view(x.shape) + 10000 * rank for rank in range(group_size)]
+    blocks = [x.tensor_split(group_size, problem.scatter_dim) for x in xs]
+    for divisor in (1, 3):
+        outs = [torch.full(exchange.shape, -1) for _ in range(group_size)]
+        for spans in exchange.rounds(max(exchange.row_numel, exchange.chunk_numel // divisor, 1)):
+            for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
+                chunk = spans.pack.view(xs[src_rank].view(-1), 0, dst_rank)
+                target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
+                target.copy_(chunk.reshape(target.shape))
+        for dst_rank, out in enumerate(outs):
+            assert torch.equal(out, torch.cat([b[dst_rank] for b in blocks], problem.gather_dim))
+
+
+def test_many_rounds_are_not_kept() -> None:
+    """Exchanges outlive their calls, and thousands of rounds have megabytes of Spans."""
+    x, w = torch.empty(600, 4, device="meta"), torch.empty(4, 2, device="meta")
+    exchange = Problem("rounds", tuple(x.shape), 2, 0, 1).exchange(x, w, 2)
+    few, many = exchange.row_numel * 3, exchange.row_numel
+    assert len(exchange.rounds(few)) == 200 and exchange.rounds(few) is exchange.rounds(few)
+    assert len(exchange.rounds(many)) == 600 and exchange.rounds(many) is not exchange.rounds(many)

@@ -1,0 +1,159 @@
+"""The simulator of schedules: small ones against times by hand, the start program against a formula and its page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Device
+from fusedcomm.plan.geometry.exchange import Exchange
+from tests.helpers.problems import Problem
+from tests.helpers.schedule import start_program
+from tests.helpers.schedule.blocked_waits import blocked_waits
+from tests.helpers.schedule.happens_before import HappensBefore, races
+from tests.helpers.schedule.operations import Flag, Kind, Operation, Recording, Step, Work
+from tests.helpers.schedule.programs import World, calls
+from tests.helpers.schedule.rates import H200, H200_WITH_ROOM, Rates
+from tests.helpers.schedule.recorder import Recorder
+from tests.helpers.schedule.simulator import simulate
+from tests.package.test_docs import page
+
+AT_ONCE = replace(H200, same_stream=0, event=0, small_kernel=0, flag=0, host=0)
+ROUNDS, CHUNK_BYTES = 8, 2 * 16192 * 2048 * 2  # the start program's, on 4 ranks
+SECOND = int(H200.link)  # bytes that take one
+
+
+def copy(rank: int, number: int, dst_rank: int, num_bytes: int, stream: int = 0) -> Operation:
+    step = Step(work=Work(sent={dst_rank: num_bytes}))
+    return Operation(number, rank, stream, Kind.MEMCPY, f"copy to {dst_rank}", [], [step])
+
+
+def kernel(
+    rank: int, number: int, stream: int, steps: list[Step], num_programs: int = 132, **options: Any
+) -> Operation:
+    return Operation(number, rank, stream, Kind.LAUNCH, "push_matmul_kernel", [], steps, num_programs, 8, **options)
+
+
+def seconds(operations: list[list[Operation]]) -> float:
+    recordings = [Recording(rank, each) for rank, each in enumerate(operations)]
+    return round(simulate(recordings, AT_ONCE).total, 3)
+
+
+def test_copies_share_what_a_gpu_sends_and_receives() -> None:
+    assert seconds([[copy(0, 0, 1, SECOND)], []]) == 1
+    assert seconds([[copy(0, 0, 1, SECOND), copy(0, 1, 2, SECOND)], [], []]) == 2  # in order
+    assert seconds([[copy(0, 0, 1, SECOND), copy(0, 1, 2, SECOND, stream=1)], [], []]) == 2  # sent by one
+    assert seconds([[copy(0, 0, 2, SECOND)], [copy(1, 0, 2, SECOND)], []]) == 2  # received by one
+    assert seconds([[copy(0, 0, 1, SECOND)], [copy(1, 0, 2, SECOND)], [copy(2, 0, 0, SECOND)]]) == 1
+    assert seconds([[copy(0, 0, 1, SECOND), copy(0, 1, 2, 2 * SECOND, stream=1)], [], []]) == 3
+
+
+def test_programs_that_hold_an_sm_each_run_one_kernel_after_the_other() -> None:
+    work = Work(flops=AT_ONCE.constants.fused_flops["bfloat16"])
+    assert seconds([[kernel(0, 0, 0, [Step(work=work)])]]) == 1
+    assert seconds([[kernel(0, 0, 0, [Step(work=work)], num_programs=66)]]) == 2
+    assert seconds([[kernel(0, 0, 0, [Step(work=work)]), kernel(0, 1, 1, [Step(work=work)])]]) == 2
+    halves = [kernel(0, number, number, [Step(work=work)], num_programs=66) for number in range(2)]
+    assert seconds([halves]) == 2
+
+
+def test_a_wait_ends_with_its_signal_and_a_host_sync_delays_what_follows() -> None:
+    flag = Flag("group", 1, 0, 1)
+    sends = replace(copy(0, 0, 1, SECOND), steps=[Step(work=Work(sent={1: SECOND}), signals=[flag])])
+    waits = kernel(1, 0, 0, [Step(waits=[flag])], num_programs=1)
+    assert seconds([[sends], [waits]]) == 1
+    assert seconds([[copy(0, 0, 1, SECOND), replace(copy(0, 1, 1, SECOND, stream=1), host_waits=[0])], []]) == 2
+
+
+def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matmul of a gather fills all SMs before its pack is placed, as the host is ahead of both."""
+    gather = calls([Problem("heads-to-tokens", (2048, 256), 2048, 1, 0, op="all_to_all_matmul")], backward=False)
+
+    def program(recorder: Recorder) -> None:
+        x = recorder.tensor(8192, 8192)
+        x @ x
+        gather(recorder)
+
+    world = World(2, 1 << 26, "fused")
+    assert simulate(world.record(program), H200).total < 3e-3
+    monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
+    monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
+    monkeypatch.setattr(launches, "wait_source", lambda *args: None)
+    recordings = world.record(program)
+    with pytest.raises(AssertionError, match=r"never end: .*pack_kernel"):
+        simulate(recordings, H200)
+
+
+@cache
+def forward() -> list[Recording]:
+    """One pair of the start program."""
+    world = World(4, start_program.SLOT_BYTES, "chunked", writes_words=True)
+    return world.record(lambda recorder: start_program.pair(recorder, backward=False))
+
+
+@pytest.mark.parametrize("rates", [H200, H200_WITH_ROOM])
+def test_signals_by_stream_writes_need_no_room(rates: Rates) -> None:
+    """By hand, also if cuBLAS fills the SMs: all but the last unpack run beside matmuls, on half of their SMs."""
+    chunk = H200.matmul((2, 16192, 4096, 2048), 1)
+    unpack = 3 * CHUNK_BYTES / H200.memory  # the own chunk lies where it belongs
+    by_hand = ROUNDS * 4 * chunk + (ROUNDS - 1) * unpack / 2 + unpack
+    assert simulate(forward(), rates).total == pytest.approx(by_hand, rel=0.015)
+
+
+GATHERED = {  # microseconds, and with the own chunk in the slot
+    ("4096 x 4096 by 4096 x 8192", 4096, 8192): (1404, 1428),
+    ("1024 x 4096 by 4096 x 2048", 1024, 2048): (103, 111),
+}
+
+
+def gather_us(rows: int, n: int) -> float:
+    """Microseconds of one of 4 calls that gather rows, without the time of the host."""
+    problem = Problem("rows", (rows, 4096), n, 0, op="all_gather_matmul")
+    recordings = World(4, 1 << 30, "fused").record(calls([problem] * 4, backward=False))
+    return 1e6 * simulate(recordings, replace(H200, host=0)).total / 4
+
+
+@pytest.mark.parametrize("sizes", GATHERED, ids=str)
+def test_an_own_chunk_that_stays_in_x_saves_what_the_page_says(sizes: tuple[str, int, int]) -> None:
+    text, rows, n = sizes
+    assert gather_us(rows, n) == pytest.approx(GATHERED[sizes][0], abs=0.5)
+    with mock.patch.object(Exchange, "splits_columns", True):  # the own chunk is sent as if K were gathered
+        assert gather_us(rows, n) == pytest.approx(GATHERED[sizes][1], abs=0.5)
+    assert text in " ".join(page("status").split())
+
+
+def test_a_stream_write_that_overtakes_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made on a stream that does not wait for the copy."""
+    write = Recorder.stream_write
+
+    def overtakes(self: Recorder, stream: Any, address: int, value: int) -> None:
+        write(self, torch.cuda.Stream(), address, value)
+
+    monkeypatch.setattr(Recorder, "stream_write", overtakes)
+    world, problem = World(2, 1 << 20, "chunked"), Problem("tokens-to-heads", (128, 256), 256, 0, 1)
+    assert any("race" in text for text in races(HappensBefore(world.record(calls([problem], backward=False)))))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_start_program_has_no_race_and_no_blocked_wait(direction: str, algorithm: str) -> None:
+    order = HappensBefore(start_program.recorded(direction, algorithm, 2))
+    assert not races(order) and not blocked_waits(order)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_the_page_has_what_is_predicted() -> None:
+    """`python -m tests.helpers.schedule` prints the table."""
+    assert "\n".join(start_program.table()) in page("status")

@@ -1,0 +1,315 @@
+"""The file of tuned numbers: who may have written it, what it may say, and that it decides on all ranks or on none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm import env
+from fusedcomm.bench import tune
+from fusedcomm.plan.cost import in_pieces, model, tuned
+from fusedcomm.plan.cost.links import INTER, Reach
+from fusedcomm.plan.cost.model import DEFAULTS, Constants
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.tools import main
+from fusedcomm.tools.selftest_checks import settings
+
+CPU = torch.device("cpu")
+FAST = replace(DEFAULTS["cpu"], source=model.TUNED, copy_bandwidth=3e9)
+SLOW = replace(FAST, copy_bandwidth=2e9)
+ROOT = os.geteuid() == 0
+
+
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", "/a/b")
+    assert env.cache_dir() == Path("/a/b")
+    monkeypatch.delenv("FUSEDCOMM_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert env.cache_dir() == Path("/c/fusedcomm")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert env.cache_dir() == Path.home() / ".cache" / "fusedcomm"
+
+
+def test_what_is_written_is_read_and_private(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert tuned.read(CPU, 2) is None
+    file = tuned.write(FAST, CPU, 2)
+    assert tuned.read(CPU, 2) == FAST
+    assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert list(cache.iterdir()) == [file]
+    assert tuned.read(CPU, 4) is None  # it says nothing of other groups
+    assert tuned.read(CPU, 2, 2) is None  # nor of those on two hosts
+    assert not caplog.records
+
+
+def test_a_key_is_of_one_machine_and_versions() -> None:
+    key = tuned.key(CPU, 2)
+    for name, value in (("device", "another CPU"), ("threads", 99), ("torch", "0"), ("triton", "0"), ("world_size", 3)):
+        assert tuned.path_of(key | {name: value}) != tuned.path_of(key)
+
+
+def content(**changes: Any) -> str:
+    data = {"version": tuned.VERSION, "key": tuned.key(CPU, 2), "constants": FAST.to_json()}
+    return json.dumps(data | changes)
+
+
+def constants(**changes: Any) -> str:
+    return content(constants=FAST.to_json() | changes)
+
+
+BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
+    "empty": (lambda: "", "Expecting value"),
+    "cut": (lambda: content()[:-30], ""),
+    "deep": (lambda: "[" * 60000, "recursion"),
+    "version": (
+        lambda: content(version=tuned.VERSION + 1),
+        f"its version must be {tuned.VERSION}, got {tuned.VERSION + 1}",
+    ),
+    "another key": (lambda: content(key=tuned.key(CPU, 2) | {"torch": "1.0"}), "it must be of this device"),
+    "too large": (lambda: content() + " " * tuned.MAX_BYTES, f"it must have at most {tuned.MAX_BYTES} bytes"),
+    "no constants": (lambda: content(constants=None), "constants must have exactly the fields"),
+    "absurd": (lambda: constants(link_bandwidth=1e40), "link_bandwidth must be a number"),
+    "many digits": (lambda: constants(link_bandwidth=0).replace(": 0,", ": " + "9" * 5000 + ","), ""),
+    "default": (lambda: constants(source=model.DEFAULT), "it must be tuned on cpu, got default"),
+    "a GPU's": (lambda: content(constants=replace(DEFAULTS["cuda"], source=model.TUNED).to_json()), "it must be tuned"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONTENT)
+def test_a_file_that_says_nonsense_is_ignored(name: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = BAD_CONTENT[name]
+    file = tuned.write(FAST, CPU, 2)
+    file.write_text(make())
+    for _ in range(2):
+        assert tuned.read(CPU, 2) is None
+    [record] = caplog.records  # once
+    assert record.getMessage().startswith(f"tuned numbers in {file} are ignored: ")
+    assert reason in record.getMessage()
+    file.write_text(content())
+    assert tuned.read(CPU, 2) == FAST
+
+
+def symlink(file: Path) -> None:
+    real = file.rename(file.with_suffix(".real"))
+    file.symlink_to(real)
+
+
+def directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file, 0o600)
+
+
+BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "symlink": (symlink, "symbolic link"),
+    "group can write": (lambda file: file.chmod(0o660), "only its owner may be able to write it, got mode 660"),
+    "others can write": (lambda file: file.chmod(0o602), "only its owner may be able to write it, got mode 602"),
+    "of another user": (lambda file: os.chown(file, 12345, -1), "it must be owned by user 0, got 12345"),
+    "directory": (directory, "irectory"),
+    "pipe": (pipe, "it must be a regular file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_others_may_have_written_is_ignored(
+    name: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if name == "of another user" and not ROOT:
+        pytest.skip("only root can give files away")
+    change, reason = BAD_FILES[name]
+    file = tuned.write(FAST, CPU, 2)
+    assert tuned.read(CPU, 2) == FAST
+    change(file)
+    assert tuned.read(CPU, 2) is None
+    [record] = caplog.records
+    assert f"tuned numbers in {file} are ignored: " in record.getMessage()
+    assert reason in record.getMessage()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tuned.write(FAST, CPU, 2)
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        tuned.write(SLOW, CPU, 2)
+    assert list(cache.iterdir()) == [file]
+    assert tuned.read(CPU, 2) == FAST
+
+
+# on several ranks
+
+
+@contextlib.contextmanager
+def own_cache(directory: str) -> Iterator[list[str]]:
+    """The cache of a rank of its own, and what is logged."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = os.environ.get("FUSEDCOMM_CACHE_DIR")
+    os.environ["FUSEDCOMM_CACHE_DIR"] = directory
+    logging.getLogger("fusedcomm").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fusedcomm").removeHandler(handler)
+        del os.environ["FUSEDCOMM_CACHE_DIR"]
+        if before is not None:
+            os.environ["FUSEDCOMM_CACHE_DIR"] = before
+
+
+def plan_with(rank: int, directory: str, numbers: list[Constants | str | None]) -> tuple[str, list[str]]:
+    """The plan's reason in a new group of ranks whose files have ``numbers[rank]``, and what was logged."""
+    mine = numbers[rank]
+    with own_cache(f"{directory}/{rank}") as messages:
+        if mine is not None:
+            file = tuned.write(FAST if isinstance(mine, str) else mine, CPU, dist.get_world_size())
+            if isinstance(mine, str):
+                file.write_text(mine)
+        group = dist.new_group()
+        x, w = torch.empty(4, 8), torch.empty(8, 6)
+        plan = fusedcomm.explain("matmul_all_to_all", x, w, 0, 1, group)
+        dist.destroy_process_group(group)
+    return plan.reason, messages
+
+
+@pytest.mark.parametrize(
+    "numbers, source, warnings",
+    [
+        ([FAST, FAST], "tuned", [[], []]),
+        ([None, None], "default", [[], []]),
+        ([FAST, None], "default", [["tuned numbers are not used, for ranks [1] have none"], []]),
+        ([FAST, SLOW], "default", [["tuned numbers are not used, for they differ between ranks"], []]),
+        (["{", FAST], "default", [["tuned numbers in ", "tuned numbers are not used, for ranks [0] have none"], []]),
+    ],
+)
+def test_tuned_numbers_decide_on_all_ranks_or_on_none(
+    ranks: Any, tmp_path: Path, numbers: list[Any], source: str, warnings: list[list[str]]
+) -> None:
+    results = ranks(2).run(plan_with, str(tmp_path), numbers)
+    assert results[0][0] == results[1][0]
+    assert results[0][0].endswith(f", {source} numbers")
+    for (_, messages), expected in zip(results, warnings, strict=True):
+        assert len(messages) == len(expected), messages
+        assert all(message.startswith(text) for message, text in zip(messages, expected, strict=True)), messages
+
+
+def share(rank: int, directories: list[str]) -> str:
+    with own_cache(directories[rank]):
+        assert dist.group.WORLD is not None
+        try:
+            file = tune.write_for_all(FAST, CPU, dist.group.WORLD)
+        except OSError as error:
+            return str(error)
+        return "" if tuned.read(CPU, 2) == FAST and file.exists() else "not there"
+
+
+def test_all_ranks_write_and_verify(ranks: Any, tmp_path: Path) -> None:
+    """Ranks on several hosts may share no folder; ranks that share one write the same."""
+    shared, other, no_directory = (str(tmp_path / name) for name in ("shared", "other", "file"))
+    Path(no_directory).write_text("")
+    assert ranks(2).run(share, [shared, shared]) == ["", ""]
+    assert ranks(2).run(share, [shared, other]) == ["", ""]
+    assert len(list(Path(other).iterdir())) == 1
+    results = ranks(2).run(share, [shared, no_directory])
+    assert len(set(results)) == 1
+    assert results[0].startswith("rank 1 cannot write ")
+
+
+def read_nothing(rank: int, directory: str) -> str:
+    """Rank 1 finds none of what it wrote."""
+    with own_cache(directory), mock.patch.object(tuned, "read", lambda *key: None if rank else FAST):
+        assert dist.group.WORLD is not None
+        with pytest.raises(OSError) as caught:
+            tune.write_for_all(FAST, CPU, dist.group.WORLD)
+        return str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_again_is_an_error_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(read_nothing, str(tmp_path)) == [f"ranks [1] do not read what they wrote to {tmp_path}"] * 2
+
+
+APART = replace(FAST, backend_bandwidth=dict.fromkeys(FAST.backend_bandwidth, 5e7), piece_overhead=1e-5)
+
+
+def plan_across(rank: int, directory: str, num_hosts: list[int]) -> tuple[fusedcomm.Plan, fusedcomm.Plan, list[str]]:
+    """Plans of a group inside a host and of one across two; ``num_hosts``: whose numbers are in the rank's folder."""
+    found = []
+    with own_cache(f"{directory}/{rank}") as messages:
+        tuned.write(FAST, CPU, 2)
+        if num_hosts[rank]:
+            tuned.write(APART, CPU, 2, num_hosts[rank])
+        for host in ("same", f"host {rank}"):
+            with settings(HOST_ID=host):
+                group = dist.new_group()
+                x, w = torch.empty(1024, 1024), torch.empty(1024, 1024)
+                found.append(fusedcomm.explain("matmul_all_to_all", x, w, 0, 1, group))
+                dist.destroy_process_group(group)
+    return found[0], found[1], messages
+
+
+@pytest.mark.parametrize(
+    "num_hosts, measured",
+    [
+        ([2, 2], True),
+        ([2, 0], False),  # not on all ranks
+        ([0, 0], False),
+        ([1, 1], False),  # another number of hosts
+    ],
+)
+def test_a_group_across_hosts_plans_by_numbers_of_such_groups(
+    ranks: Any, tmp_path: Path, num_hosts: list[int], measured: bool
+) -> None:
+    """Without them it takes those inside a host, and the link of data sheets."""
+    results = ranks(2).run(plan_across, str(tmp_path), num_hosts)
+    inside, across, _ = results[0]
+    assert results[1][:2] == results[0][:2]
+    assert inside.algorithm == "chunked" and inside.reason.endswith("tuned numbers")
+    constants = APART if measured else model.across_hosts(FAST, Reach(INTER, 2, 1, 1))
+    exchange = shapes.matmul_all_to_all([1024, 1024], [1024, 1024], None, 0, 1, 2)
+    num_pieces, pipelined = in_pieces.fastest("matmul_all_to_all", exchange, "float32", constants)
+    unfused = model.estimate("matmul_all_to_all", exchange, "float32", constants)["unfused"]
+    assert across.algorithm == ("pipelined" if measured else "unfused")  # a link so slow is worth pieces
+    assert across.num_rounds == (num_pieces if measured else 0)
+    times = {"pipelined": f"{pipelined * 1e3:.3g} ms", "unfused": f"{unfused * 1e3:.3g} ms"}
+    first, other = times.pop(across.algorithm), times
+    assert across.reason.endswith(f"; estimated {first}, {' '.join(*other.items())}, tuned numbers")
+    text = "tuned numbers are not used, for ranks [1] have none: run `fusedcomm tune` in such a group"
+    warned = [message for _, _, messages in results for message in messages if "tuned numbers" in message]
+    assert warned == [text] * (num_hosts == [2, 0])
+
+
+def test_a_user_without_a_home_has_no_tuned_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a container a user may be in no passwd; no op may fail for that."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FUSEDCOMM_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert tuned.read(CPU, 2) is None
+    with pytest.raises(OSError, match="this user has no home: set FUSEDCOMM_CACHE_DIR"):
+        tuned.write(FAST, CPU, 2)
+    for option in ("--show", "--reset"):
+        assert main(["tune", option, "--device", "cpu"]) == 1
+        assert capsys.readouterr().err == "fusedcomm tune: ~: this user has no home: set FUSEDCOMM_CACHE_DIR\n"

@@ -1,0 +1,124 @@
+"""`pipelined`: the values for every number of pieces, whenever a backend moves them, and what is under way when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fusedcomm
+from fusedcomm.errors import PeerMismatchError
+from fusedcomm.plan import planner
+from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved
+from tests.helpers.groups import call, check, empty_is_nan, fresh_group
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_problems import NAMED
+from tests.helpers.problems import Problem, integers
+from tests.helpers.tiers import thorough_but
+from tests.helpers.uneven import Uneven
+from tests.ops.test_uneven import MANY_ROUNDS, check_call
+
+TOKENS = [
+    Problem("tokens", (2, 30, 16), 24, 1, -2, out_shape=(4, 6), bias=True),
+    Problem("rows-scattered", (60, 16), 10, 1, 0),
+    Problem("heads-gathered", (2, 20, 3, 5), 7, 2, 1, k_dims=2, op="all_to_all_matmul", bias=True),
+    Problem("list", (2, 130, 8), (6, 10), 1, op="all_gather_matmul", bias=(True, False)),
+    Problem("k-gathered", (2, 30, 8), 6, 2, op="all_gather_matmul"),
+    Problem("rows", (2, 140, 16), 12, scatter_dim=1, bias=True, op="matmul_reduce_scatter"),
+    Problem("columns", (30, 16), 12, scatter_dim=1, reduce_op="avg", op="matmul_reduce_scatter"),
+    Problem("all_reduce", (2, 30, 16), 12, bias=True, op="matmul_all_reduce"),
+]
+BY_NAME = {str(problem): problem for problem in TOKENS}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_values_in_any_number_of_pieces(rank: int, name: str) -> None:
+    problem = BY_NAME[name]
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True), empty_is_nan():
+        for num_pieces, when in ((1, LATE), (2, EARLY), (3, LATE), (5, EARLY)):
+            with in_pieces(num_pieces), moved(when) as begun:
+                check(group, problem, call(group, problem, num_pieces), num_pieces)
+            num_collectives = len(begun.bytes_to_a_peer) // (2 if problem.op == "matmul_all_reduce" else 1)
+            assert 0.6 * num_pieces <= num_collectives <= num_pieces
+            assert not any(num % 16 for num in begun.bytes_to_a_peer)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", thorough_but(["kv", "gather", "reduce"], MANY_ROUNDS))
+def test_parts_of_different_sizes_in_pieces(rank: int, name: str) -> None:
+    """A piece of a rank that has no more is sent all the same, as the collectives of all ranks are alike."""
+    case: Uneven = MANY_ROUNDS[name]
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True):
+        for num_pieces, when in ((1, LATE), (4, EARLY), (7, LATE)):
+            with in_pieces(num_pieces), moved(when) as begun:
+                check_call(case, rank, 3, num_pieces, group)
+            counts: list[Any] = [None] * 3
+            dist.all_gather_object(counts, begun.bytes_to_a_peer, group=group)
+            assert counts == counts[:1] * 3
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_collective_is_under_way_beside_every_matmul_but_the_first(rank: int, name: str) -> None:
+    """In a gather beside every one, but of the last piece's chunks that have come. A plan counts pieces and bytes."""
+    problem = BY_NAME[name]
+    inputs = integers(problem, rank, 3)
+    with fusedcomm.force_algorithm("pipelined", strict=True), in_pieces(4):
+        plan = problem.plan(inputs)
+        with moved(AS_IT_IS) as begun:
+            problem.call(inputs)
+    under_way, alone = 0, []
+    for number, event in enumerate(begun.events):
+        under_way += (event == "begin") - (event == "wait")
+        if event == "matmul" and under_way == 0:
+            alone.append(number)
+    pushes = not problem.op.endswith("_matmul")
+    first, last = begun.events.index("begin"), len(begun.events) - begun.events[::-1].index("wait")
+    assert under_way == 0 and alone == [number for number in alone if (number < first if pushes else number >= last)]
+    assert begun.events.count("begin") >= 3
+    num_collectives = 2 if problem.op == "matmul_all_reduce" else 1
+    assert num_collectives * plan.num_rounds == len(begun.bytes_to_a_peer)
+    assert plan.sent_bytes == begun.sent_bytes
+    assert f"pipelined, {plan.num_rounds} pieces, " in str(plan) and str(plan).endswith("MiB sent (forced)")
+
+
+@on_ranks(3)
+def test_the_ranks_of_a_host_share_memory_where_they_can(rank: int) -> None:
+    problem = BY_NAME["tokens"]
+    with fresh_group(HOST_ID="one host") as group:
+        assert problem.plan(integers(problem, rank, 3), group).algorithm == "chunked"
+
+
+@on_ranks(3)
+def test_calls_are_compared_before_they_are_made(rank: int) -> None:
+    problem = BY_NAME["tokens" if rank else "rows-scattered"]
+    with fresh_group(CHECK="1", TIMEOUT_S="20") as group, fusedcomm.force_algorithm("pipelined", strict=True):
+        with pytest.raises(PeerMismatchError, match="calls must be equal on all ranks, got x shape"):
+            call(group, problem)
+        check(group, BY_NAME["tokens"], call(group, BY_NAME["tokens"]))  # nothing had been sent
+
+
+@on_ranks(2)
+def test_it_is_refused_where_it_cannot_run(rank: int) -> None:
+    x, w = torch.ones(4, 8, dtype=torch.float64), torch.ones(8, 6, dtype=torch.float64)
+    with fusedcomm.force_algorithm("pipelined", strict=True):
+        with pytest.raises(RuntimeError, match="cannot run as pipelined: float64 has no overlapped algorithm"):
+            fusedcomm.matmul_all_reduce(x, w)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(planner.PIPELINED_BACKENDS, "cpu", "nccl")
+            with pytest.raises(RuntimeError, match="cannot run as pipelined: pipelined runs on nccl here, got gloo"):
+                fusedcomm.matmul_all_reduce(x.float(), w.float())
+
+
+@on_ranks(2)
+def test_no_call_is_prepared(rank: int) -> None:
+    """The second of a kind is where others are recorded, and the third where they need no Python."""
+    problem = NAMED["heads"]
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True):
+        for seed in range(4):
+            with moved(AS_IT_IS) as begun:
+                check(group, problem, call(group, problem, seed), seed)
+            assert begun.bytes_to_a_peer
