@@ -224,7 +224,12 @@ def test_ranks_that_lose_their_context_are_replaced(monkeypatch: pytest.MonkeyPa
     with pytest.raises(RankError, match="illegal instruction"):
         every.run(2, lose_the_context, env=env)
     second = every.get(2, env)
-    assert first.closed and second is not first and second is every.get(2, dict(env)) and second.options["env"] == env
+    assert (
+        first.closed
+        and second is not first
+        and second is every.get(2, dict(env))
+        and second.options["env"] == pools.ONE_DEVICE | env
+    )
     assert every.get(2) is not second and second.closed
 
 
