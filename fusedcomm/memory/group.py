@@ -86,12 +86,11 @@ def store(pg: ProcessGroup, purpose: str) -> Store:
 
 def _process_group(group: Group) -> ProcessGroup:
     if group is None:
-        if not dist.is_initialized():
+        world = dist.group.WORLD
+        if world is None:
             raise ValueError(
                 "group=None means WORLD, which must be initialised: call torch.distributed.init_process_group"
             )
-        world = dist.group.WORLD
-        assert world is not None
         return world
     if isinstance(group, ProcessGroup):
         if group not in c10d._world.pg_map:

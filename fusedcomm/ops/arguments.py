@@ -20,9 +20,19 @@ LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
 
 
 def check_types(
-    x: Any, w: Any, bias: Any, *, lists: bool = False, op: str = "", group: Any = None, **options: Any
+    x: Any,
+    w: Any,
+    bias: Any,
+    *,
+    lists: bool = False,
+    op: str = "",
+    group: Any = None,
+    gather_dim: Any = 0,
+    scatter_dim: Any = 0,
+    out_shape: Any = None,
+    partial_bias: Any = None,
 ) -> None:
-    """Raise TypeError unless x and w are plain tensors, bias one or None, and ``options`` what their names say.
+    """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others what their names say.
 
     ``lists``: w and bias may be lists of these. ``op``: the op whose peers on ``group`` hear of the error, if they
     compare calls.
@@ -34,12 +44,14 @@ def check_types(
         for each in bias if lists and isinstance(bias, LISTS) else (bias,):
             if each is not None:
                 check_tensor("bias", each)
-        for name, value in options.items():
-            if name in _DIMS:
-                if type(value) is not int:  # most are
-                    check_int(name, value)
-            elif value is not None and name in _CHECKS:
-                _CHECKS[name](name, value)
+        if type(gather_dim) is not int:  # most are
+            check_int("gather_dim", gather_dim)
+        if type(scatter_dim) is not int:
+            check_int("scatter_dim", scatter_dim)
+        if out_shape is not None:
+            _check_sizes("out_shape", out_shape)
+        if partial_bias is not None:
+            check_tensor("partial_bias", partial_bias)
     except TypeError as error:
         if op and isinstance(x, Tensor):
             tell_peers(op, resolve(group)[1], x, error)
@@ -105,10 +117,6 @@ def _check_ranges(name: str, ranges: Any) -> None:
             raise TypeError(f"each of {name} must be (start, length), got {_short(each)}")
         for value in each:
             check_int(f"each start and length of {name}", value)
-
-
-_DIMS = ("gather_dim", "scatter_dim")  # which are no options of a call
-_CHECKS = {"out_shape": _check_sizes, "partial_bias": check_tensor}
 
 
 def _short(value: Any) -> str:

@@ -50,12 +50,13 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     spec, bound = OPS[op], inspect.signature(OPS[op].function).bind(*args, **kwargs)
     bound.apply_defaults()
     named = bound.arguments
-    check_types(**named, lists=spec.takes_lists)
-    x, w, bias, (group_size, group_name) = named["x"], named["w"], named["bias"], resolve(named["group"])
+    options = {name: named[name] for name in _OPTIONS if name in named}
+    x, w, bias = named["x"], named["w"], named["bias"]
+    check_types(x, w, bias, lists=spec.takes_lists, **options)
+    group_size, group_name = resolve(named["group"])
     ws, biases = lists_of(w, bias) if spec.takes_lists else ([w], [bias])
     gather_splits, gather_size, scatter_splits, scatter_ranges = (named.get(name) for name in _SPLITS)
     splits = splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, False, group_name).hashable
-    options = {name: named[name] for name in _OPTIONS if name in named}
     options["reduce_op"] = reduce_op_name(named.get("reduce_op", "sum"))
     exchange = spec.exchange_of(Arguments(x, ws, biases, group_size, group_name, splits, **options))
     device = x.device

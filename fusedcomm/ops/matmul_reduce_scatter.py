@@ -83,7 +83,7 @@ def matmul_reduce_scatter(
     check_types(x, w, bias, op="matmul_reduce_scatter", group=group, scatter_dim=scatter_dim, partial_bias=partial_bias)
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
-    divisible = splits.divides(group_size, [*x.shape[:-1], *w.shape[-1:]], scatter_dim)
+    divisible = splits.divides(group_size, splits.shape_of_product(x, w), scatter_dim)
     parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
     where = (scatter_dim, *parts, group_size, group_name)
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, partial_bias)
@@ -94,7 +94,7 @@ def reduce_scatter_as(x: Tensor, w: Tensor | None, k: int, scatter_dim: int, gro
     with the same k, whatever their own K. It has no gradient.
     """
     group_size, group_name = resolve(group)
-    divisible = splits.divides(group_size, x.shape if w is None else [*x.shape[:-1], w.shape[-1]], scatter_dim)
+    divisible = splits.divides(group_size, x.shape if w is None else splits.shape_of_product(x, w), scatter_dim)
     parts = splits.splits_of(None, None, None, None, divisible, group_name).to_scatter
     where = (scatter_dim, *parts, group_size, group_name)
     return torch.ops.fusedcomm.matmul_reduce_scatter.agreed(x, w, None, k, *where)  # type: ignore[no-any-return]

@@ -43,6 +43,11 @@ def splits_of(
     return Splits(sizes, gather_size, starts, lengths, rank_of(group_name))
 
 
+def shape_of_product(x: Tensor, w: Tensor, out_shape: Sizes | None = None) -> Sizes:
+    """Of ``x @ w``, viewed as out_shape says. A slice of a plain tuple takes a third of one of a torch.Size."""
+    return (*tuple(x.shape)[:-1], *(out_shape or tuple(w.shape)[-1:]))
+
+
 def divides(group_size: int, shape: Sizes, dim: int) -> bool:
     """Whether R divides a size, if there is such a dim."""
     return not -len(shape) <= dim < len(shape) or shape[dim] % group_size == 0
