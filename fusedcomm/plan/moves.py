@@ -53,8 +53,7 @@ class Moves:
         self.copied: dict[int, int] = {}  # by dst_rank: the event after which it may be written again
         self.ended: list[int] = []  # the ends of the last rounds of both slots: then MAIN may write there again
         if s.device.is_gpu:
-            s.join(SENDS, MAIN)
-            s.join(READS, MAIN)
+            s.join(READS, MAIN)  # and SENDS comes after READS in each round
 
     def end(self) -> None:
         """Work that follows the call comes after all of it."""

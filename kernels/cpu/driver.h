@@ -46,6 +46,16 @@ class Driver {
   void copy(uintptr_t to, uintptr_t from, size_t num_bytes, void* stream) const {
     check(copy_(to, from, num_bytes, stream), "cuMemcpyAsync");
   }
+  void* make_event() const {
+    constexpr unsigned kWithoutTime = 2;
+    void* event = nullptr;
+    check(make_event_(&event, kWithoutTime), "cuEventCreate");
+    return event;
+  }
+  void destroy(void* event) const { destroy_event_(event); }  // which fails where the process ends
+  void record(void* event, void* stream) const { check(record_(event, stream), "cuEventRecord"); }
+  void await(void* event, void* stream) const { check(await_(stream, event, 0), "cuStreamWaitEvent"); }
+
   bool is_capturing(void* stream) const {
     int status = 0;
     check(is_capturing_(stream, &status), "cuStreamIsCapturing");
@@ -84,6 +94,10 @@ class Driver {
     find(library, launch_, "cuLaunchKernelEx");
     find(library, write_, "cuStreamWriteValue64_v2");
     find(library, copy_, "cuMemcpyAsync");
+    find(library, make_event_, "cuEventCreate");
+    find(library, destroy_event_, "cuEventDestroy_v2");
+    find(library, record_, "cuEventRecord");
+    find(library, await_, "cuStreamWaitEvent");
     find(library, is_capturing_, "cuStreamIsCapturing");
     find(library, encode_, "cuTensorMapEncodeTiled");
     find(library, current_, "cuCtxGetCurrent");
@@ -104,6 +118,10 @@ class Driver {
   int (*launch_)(const LaunchConfig*, void* function, void** parameters, void** extra);
   int (*write_)(void* stream, uint64_t address, uint64_t value, unsigned flags);
   int (*copy_)(uint64_t to, uint64_t from, size_t num_bytes, void* stream);
+  int (*make_event_)(void** event, unsigned flags);
+  int (*destroy_event_)(void* event);
+  int (*record_)(void* event, void* stream);
+  int (*await_)(void* stream, void* event, unsigned flags);
   int (*is_capturing_)(void* stream, int* status);
   int (*encode_)(TensorMap*, int dtype, uint32_t rank, uint64_t address, const uint64_t* sizes, const uint64_t* strides,
                  const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);

@@ -68,9 +68,8 @@ class Plan {
   Plan(int64_t group_size, PlanDevice device, std::vector<Result> results, int64_t temporary_bytes,
        std::vector<int64_t> temporaries, int64_t num_events)
       : group_size_(group_size), device_(std::move(device)), results_(std::move(results)),
-        temporary_bytes_(temporary_bytes), temporaries_(std::move(temporaries)) {
-    for (int64_t i = 0; i < num_events; ++i) events_.emplace_back(device_.device.type());
-  }
+        temporary_bytes_(temporary_bytes), temporaries_(std::move(temporaries)),
+        events_(static_cast<size_t>(num_events)) {}
 
   // `answer` < 0: whatever the answers are.
   void append(Step step, const std::string& lane, int64_t test, int64_t rank, int64_t answer);
@@ -84,11 +83,11 @@ class Plan {
 
   int64_t group_size_;
   PlanDevice device_;
-  std::vector<c10::Event> events_;  // recorded anew by each run
   std::vector<Step> steps_;
   std::vector<Result> results_;
   int64_t temporary_bytes_;
   std::vector<int64_t> temporaries_;  // by index: where each begins in the one block of temporary_bytes_
+  std::vector<Event> events_;  // recorded anew by each run
   std::vector<Place> returned_;
   std::vector<std::string> lanes_{""};
 };
