@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from triton import knobs
 
 from fusedcomm import (
     all_gather_matmul,
@@ -68,6 +69,7 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
     user = torch.cuda.Stream(DEVICE)
     before = torch.cuda.current_device()
     yield {"case": "a call of a thread without a context", "wrong": [*in_fresh_thread(group_size)]}
+    yield {"case": "a launch hook", "wrong": [*unseen_launches(group_size)]}
     for name, call, inputs in cases(group_size):
         for algorithm in ("fused", "chunked"):
             with force_algorithm(algorithm, strict=True):
@@ -91,6 +93,22 @@ def in_fresh_thread(group_size: int) -> Iterator[str]:
     with ThreadPoolExecutor(1) as threads, force_algorithm("fused", strict=True):
         if error := threads.submit(call, *inputs).exception():
             yield str(error)
+
+
+def unseen_launches(group_size: int) -> Iterator[str]:
+    """Calls of which a hook that was set before their plan sees no launch."""
+    _, call, inputs = next(cases(group_size))
+    seen: list[Any] = []
+    hooks = knobs.runtime.launch_enter_hook
+    hooks.add(seen.append)
+    with force_algorithm("fused", strict=True):
+        for i in range(3):  # native from the third on
+            call(*inputs)
+            if not seen:
+                yield f"call {i}"
+            seen.clear()
+    hooks.remove(seen.append)
+    _forget_plans()
 
 
 def trace_of(driver: Driver, call: Call, inputs: list[Tensor], user: torch.cuda.Stream) -> Trace:
