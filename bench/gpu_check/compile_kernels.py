@@ -107,6 +107,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
     for shape in kernel_speed.SHAPES:
         for name, kernel in kernel_speed.MATMULS.items():
             yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
+    yield "pack", lambda: kernel_speed.pack(META)[0].run()
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:
         yield f"reduce R={size}", partial(_reduce, size)

@@ -16,17 +16,19 @@ ROUNDS = 15
 SLEEP_CYCLES = (20_000_000, 200_000_000)  # about 10 ms; more where the host was held up
 
 
-def interleaved(variants: Variants, device: torch.device) -> dict[str, float]:
-    """Milliseconds, median over rounds; every variant once per round, after two warm-ups each."""
+def interleaved(variants: Variants, device: torch.device, before: Callable[[], Any] = lambda: None) -> dict[str, float]:
+    """Milliseconds, median over rounds; every variant once per round, after two warm-ups each and behind ``before``."""
     cuda = device.type == "cuda"
     flush = torch.empty(COLD_L2_BYTES if cuda else 1, dtype=torch.uint8, device=device)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for variant in [*variants.values()] * 2 if cuda else ():
+        before()
         variant()
         torch.cuda.synchronize()
     for _ in range(ROUNDS if cuda else 1):
         for name, variant in variants.items():
             flush.zero_()
+            before()
             times[name].append(_event_ms(variant) if cuda else _wall_ms(variant))
     return {name: statistics.median(each) for name, each in times.items()}
 

@@ -69,11 +69,14 @@ class Device(NamedTuple):
         return self.architecture >= 90
 
     def num_programs(self, kind: str) -> int:
-        """Programs of a persistent kernel. All run at the same time; those that wait leave SMs to those that send."""
-        pack = max(1, self.num_sms // 8)
-        if kind == "gather":  # a pack kernel runs beside it
-            return max(1, self.num_sms - pack)
-        return {"push": self.num_sms, "gather alone": self.num_sms, "pack": pack}.get(kind, max(1, self.num_sms // 2))
+        """Programs of a persistent kernel, which all run at the same time.
+
+        Kernels that wait come after this rank's sends, or beside its copy engines, so they may fill the GPU. Where
+        ranks share one, each keeps to its part of the SMs, or a peer's sends would find no room.
+        """
+        if kind == "copy-out beside":  # a matmul: what comes by NVLink, at 450 GB/s, 20 SMs copy out
+            return max(1, self.num_sms // 4)
+        return self.num_sms
 
 
 class Memory(NamedTuple):

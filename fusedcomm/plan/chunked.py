@@ -31,9 +31,10 @@ def push_matmul(
     matmul = PushedMatmul(s, x, w, bias, exchange)
     moves = Moves(s, x.dtype)
     out = moves.result(exchange.out_shape, out)
-    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    for spans in rounds:
         moves.push(spans, matmul, out)
-        moves.unpack(spans, out)
+        moves.unpack(spans, out, beside=spans is not rounds[-1])
     moves.end()
     return out
 
@@ -52,9 +53,10 @@ def push_reduce(
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     moves = Moves(s, x.dtype)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
-    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    for spans in rounds:
         moves.push(spans, matmul)
-        moves.reduce(spans, out, bias, scale)
+        moves.reduce(spans, out, bias, scale, beside=spans is not rounds[-1])
     moves.end()
     return out
 
@@ -76,12 +78,14 @@ def push_reduce_gather(
     moves = Moves(s, x.dtype)
     out = moves.result(exchange.out_shape, out)
     reduced = _own_block(s, exchange, out)
-    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    for spans in rounds:
+        beside = spans is not rounds[-1]
         moves.push(spans, matmul)
-        moves.reduce(spans, reduced, bias, scale)
+        moves.reduce(spans, reduced, bias, scale, beside=beside)
         moves.begin(out)
         moves.pack(spans, reduced, out)
-        moves.unpack(spans, out, own=reduced)
+        moves.unpack(spans, out, own=reduced, beside=beside)
     moves.end()
     return out
 
@@ -105,11 +109,12 @@ def gather_matmul(
     max_numel = s.max_chunk_numel(x.dtype)
     if by_round and s.device.is_gpu:  # small enough to hide one piece behind another
         max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
-    for spans in exchange.rounds(max_numel):
+    rounds = exchange.rounds(max_numel)
+    for spans in rounds:
         moves.begin(gathered)
         moves.pack(spans, x, gathered)
         if gathered is not None and (by_round or at_end):
-            moves.unpack(spans, gathered, own=x)
+            moves.unpack(spans, gathered, own=x, beside=by_round and spans is not rounds[0])
             if by_round:
                 _multiply_round(s, moves, matmuls, spans, gathered)
         else:

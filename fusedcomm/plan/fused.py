@@ -1,9 +1,10 @@
 """`fused`: persistent Triton kernels. One kernel stores each finished tile into the peer's slot, one waits per source
 in its loop, and one adds what has arrived.
 
-A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and, on another stream, copies
-to the peers: by copy engines, or by a kernel on SMs that the matmul leaves free. Meanwhile cuBLAS multiplies this
-rank's own chunk where it lies in x, if its rows are complete without the others.
+A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and copies to the peers: by
+copy engines beside it, or by a kernel on all SMs in front of it. An eighth of the SMs would take longer to store to the
+peers than the matmul, and cost it a wave of tiles. If this rank's rows are complete without the others, cuBLAS
+multiplies its own chunk where it lies in x, before the chunks of peers are needed.
 """
 
 from __future__ import annotations
@@ -128,11 +129,11 @@ def gather_matmul(
         for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
             last = gathered is None and i == len(outs) - 1
             with s.lane("matmul"):
-                launches.gather_matmul(s, out, w, bias, spans, end_round=last, all_sms=by_copy, own=own)
+                launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own)
         if gathered is not None:
             with s.lane("copy"):
                 launches.unpack(s, gathered, spans, own=own)
-        if s.device.is_gpu:  # the next round counts copies in the same words, or x may be freed
+        if by_copy:  # x may be freed
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))
     return outs if gathered is None else [*outs, gathered]
@@ -157,7 +158,7 @@ def _rounds(s: Builder, exchange: Exchange, x: Tensor) -> list[RoundSpans]:
 
 
 def copy_engines_send(exchange: Exchange, device: Device, itemsize: int) -> bool:
-    """Whether copy engines send the chunks of a gather, and the matmul has all SMs.
+    """Whether copy engines send the chunks of a gather, beside its matmul.
 
     A graph would fix the slots, and the epoch of a workspace that graphs use is known on the device alone. Copies of
     short runs need SMs, which the matmul may hold while it waits for them; so do copies within a GPU, as between ranks
@@ -169,21 +170,14 @@ def copy_engines_send(exchange: Exchange, device: Device, itemsize: int) -> bool
 
 
 def _send(s: Builder, x: Tensor, spans: RoundSpans, own: bool, by_copy: bool) -> int | None:
-    """Send every rank its chunk of x, beside the matmuls that follow.
+    """Send every rank its chunk of x: by copy engines beside the matmuls that follow, except the own chunk.
 
-    Copy engines do the work of pack_kernel with SMs free for the matmul, but for the own chunk, which comes before it.
     Returns the event before their first copy to a peer. A kernel that waits on all SMs must come after it: if the
     copies stood in their hardware queue behind another stream's kernel, that would find no room.
     """
-    if not s.device.is_gpu:
+    if not by_copy:
         with s.lane("push"):
             launches.pack(s, x, spans, own=own)
-        return None
-    if not by_copy:
-        s.join(SENDS, MAIN)
-        with s.on(SENDS), s.lane("push"):
-            launches.pack(s, x, spans, own=own)
-        launches.wait_source(s, s.rank)  # all of pack has its SMs before a matmul takes the rest
         return None
     with s.lane("push"):
         launches.begin_push(s)

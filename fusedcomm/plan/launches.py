@@ -31,6 +31,7 @@ from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 # Otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have.
 _ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
+_REGISTERS = 1 << 16  # of an SM
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 
 
@@ -73,19 +74,16 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
     _launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
 
 
-def pack(s: Builder, t: Tensor, spans: RoundSpans, *, own: bool = True, all_sms: bool = False) -> None:
+def pack(s: Builder, t: Tensor, spans: RoundSpans, *, own: bool = True) -> None:
     """Copy every dst_rank's part of ``t`` into its slot, and signal it; the own chunk comes first.
 
     Without ``own`` this rank's chunk is signalled alone: it is taken from ``t`` itself.
-
-    Without ``all_sms`` this kernel may run on a stream of its own beside the kernel that consumes the round. What
-    follows that kernel must then wait for this one.
     """
     assert t.is_contiguous()
     if spans.pack.size == 0:
         signal(s, None)
         return
-    _copies(s, "copy.pack_kernel", t, spans.pack, "push" if all_sms else "pack", own)
+    _copies(s, "copy.pack_kernel", t, spans.pack, "pack", own)
 
 
 def gather_matmul(
@@ -96,13 +94,12 @@ def gather_matmul(
     spans: RoundSpans,
     *,
     end_round: bool,
-    all_sms: bool = False,
     own: bool = True,
 ) -> None:
     """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
 
     out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
-    follows. ``all_sms``: no kernel runs beside it that must send. Without ``own`` this rank's rows are in ``out``.
+    follows. Without ``own`` this rank's rows are in ``out``.
     """
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
@@ -110,11 +107,10 @@ def gather_matmul(
     _, num_k, num_n = w.shape
     split_k = spans.columns.size != num_k
     assert own or not split_k
-    kind = "gather alone" if all_sms else "gather"
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own))
     describable = can_describe_slots(spans, s.group_size) and can_describe_w(s, w)
     aligned = are_multiples_of_16(spans.columns.size * w.itemsize, row_step(w) * w.itemsize)
-    config = _matmul_config(s, out, shape, kind, describable, aligned)
+    config = _matmul_config(s, out, shape, "gather", describable, aligned)
     use_tma = s.device.has_tma and describable
     in_runs = tiles.in_runs(spans.columns, config.block_k)
     traits = Traits(
@@ -142,24 +138,33 @@ def gather_matmul(
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
-    num_programs = _num_programs(s, kind, num_tiles * shape.count)
+    num_programs = _num_programs(s, "gather", num_tiles * shape.count)
     _launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
 
 
-def unpack(s: Builder, out: Tensor, spans: RoundSpans, *, end_round: bool = True, own: bool = True) -> None:
-    """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there."""
+def unpack(
+    s: Builder, out: Tensor, spans: RoundSpans, *, end_round: bool = True, own: bool = True, beside: bool = False
+) -> None:
+    """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there.
+
+    ``beside``: a matmul needs SMs meanwhile.
+    """
     assert out.is_contiguous()
     if spans.unpack.size == 0:
         if end_round:
             wait(s)
         return
-    _copies(s, "copy.unpack_kernel", out, spans.unpack, "unpack", Unpacked(end_round, own))
+    kind = "copy-out beside" if beside else "unpack"
+    _copies(s, "copy.unpack_kernel", out, spans.unpack, kind, Unpacked(end_round, own))
 
 
-def reduce(s: Builder, out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float) -> None:
+def reduce(
+    s: Builder, out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, *, beside: bool = False
+) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
     A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
+    ``beside``: a matmul needs SMs meanwhile.
     """
     span = spans.at(s.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
@@ -167,7 +172,7 @@ def reduce(s: Builder, out: Tensor, spans: RoundSpans, bias: Tensor | None, scal
     if span.size == 0:
         wait(s)
         return
-    block, num_warps = tiles.reduce_block(s.device.architecture)
+    block, num_warps, in_sm = tiles.reduce_config(s.device.architecture, s.group_size, bias is not None)
     arguments = (
         s.place(out),
         _vector(s, bias),
@@ -179,8 +184,10 @@ def reduce(s: Builder, out: Tensor, spans: RoundSpans, bias: Tensor | None, scal
         scale != 1.0,
         block,
     )
-    num_programs = _num_programs(s, "reduce", -(-span.size // block))
-    _launch(s, "reduce.reduce_kernel", num_programs, arguments, num_warps=num_warps, maxnreg=_ALL_REGISTERS)
+    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps * in_sm))}
+    kind, in_sm = ("copy-out beside", 1) if beside else ("reduce", 1 if s.device.shares_gpu else in_sm)
+    num_programs = _num_programs(s, kind, -(-span.size // block), in_sm)
+    _launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
 
 
 def begin_push(s: Builder) -> None:
@@ -207,6 +214,14 @@ def wait(s: Builder) -> None:
     _finish(s, None, end_round=True)
 
 
+def wait_all(s: Builder) -> None:
+    """Wait for all ranks' signals on one SM: a kernel that follows on the stream may fill the GPU, as it will not wait.
+
+    A kernel that ends the round must follow.
+    """
+    _finish(s, None, end_round=False)
+
+
 def finish(s: Builder, out: Tensor, *, end_round: bool) -> None:
     """Make ``out`` NaN if a wait has failed or the slot was given up. Call this on the stream of a round's reads."""
     assert out.is_contiguous()
@@ -228,9 +243,9 @@ def _launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ..
     s.add(Launch(kernel, num_programs, arguments, tuple(options.items())))
 
 
-def _num_programs(s: Builder, kind: str, num_tiles: int) -> int:
+def _num_programs(s: Builder, kind: str, num_tiles: int, in_sm: int = 1) -> int:
     assert num_tiles <= _MOST_TILES, f"a kernel counts at most {_MOST_TILES} tiles, got {num_tiles}"
-    return min(s.device.num_programs(kind), num_tiles)
+    return min(in_sm * s.device.num_programs(kind), num_tiles)
 
 
 def _zeros(s: Builder, x: Tensor, *shape: int) -> Tensor:

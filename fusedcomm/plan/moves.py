@@ -198,12 +198,15 @@ class Moves:
             else:
                 self.s.add(Wait(src_rank))
 
-    def unpack(self, spans: RoundSpans, out: Tensor, own: Tensor | None = None) -> None:
-        """Wait for all chunks, copy them to their places, and end the round. ``own``: what was packed, if anything."""
+    def unpack(self, spans: RoundSpans, out: Tensor, own: Tensor | None = None, *, beside: bool) -> None:
+        """Wait for all chunks, copy them to their places, and end the round. ``own``: what was packed, if anything.
+
+        ``beside``: a GPU multiplies another round meanwhile.
+        """
         s, rank = self.s, self.rank
         packed = None if own is None else spans.at(rank).pack.view(own.view(-1), 0, rank)
         if s.device.is_gpu:
-            self._unpack_by_kernel(spans, out, packed)
+            self._unpack_by_kernel(spans, out, packed, beside)
             return
         place = _in_result(spans, rank, out)
         with s.lane("copy", rank):
@@ -220,20 +223,20 @@ class Moves:
                         copy_between(s, _in_result(spans, src_rank, out), chunk)
         s.add(EndRound())
 
-    def _unpack_by_kernel(self, spans: RoundSpans, out: Tensor, packed: Tensor | None) -> None:
+    def _unpack_by_kernel(self, spans: RoundSpans, out: Tensor, packed: Tensor | None, beside: bool) -> None:
         s, rank = self.s, self.rank
         if packed is None:
             s.join(READS, MAIN)
         with s.on(READS), s.lane("copy"):
+            if packed is not None or not (beside or spans.by_peer):  # nothing waits on all SMs
+                launches.wait_all(s)
             if packed is not None:
-                for src_rank in self.sources[1:]:  # on one SM, and not on half of those that a matmul needs
-                    self.wait(src_rank)
                 copy_between(s, _in_result(spans, rank, out), packed)
             is_there = packed is not None or own_place(spans, rank, out) is not None
             if spans.by_peer:
                 self._unpack_parts(spans, out, self.sources[is_there:], waits=packed is None)
             else:
-                launches.unpack(s, out, spans, own=not is_there)
+                launches.unpack(s, out, spans, own=not is_there, beside=beside)
         self._end_round()
 
     def _unpack_parts(self, spans: RoundSpans, out: Tensor, sources: Sequence[int], waits: bool) -> None:
@@ -246,13 +249,18 @@ class Moves:
         s.join(READS, MAIN)  # a failure makes all of out NaN, also where MAIN reads
         launches.finish(s, out, end_round=True)
 
-    def reduce(self, spans: RoundSpans, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        """Wait for all chunks, add them in rank order in float32, round once, and end the round."""
+    def reduce(self, spans: RoundSpans, out: Tensor, bias: Tensor | None, scale: float, *, beside: bool) -> None:
+        """Wait for all chunks, add them in rank order in float32, round once, and end the round.
+
+        ``beside``: a GPU multiplies another round meanwhile.
+        """
         s = self.s
         if s.device.is_gpu:
             s.join(READS, MAIN)
             with s.on(READS), s.lane("copy"):
-                launches.reduce(s, out, spans, bias, scale)
+                if not beside:  # nothing waits on all SMs
+                    launches.wait_all(s)
+                launches.reduce(s, out, spans, bias, scale, beside=beside)
             self._end_round()
             return
         for src_rank in self.sources[1:]:

@@ -22,10 +22,8 @@ def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace
     _run("push", workspace, fingerprint, x, w, bias, spans=spans)
 
 
-def pack(
-    t: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, own: bool = True, all_sms: bool = False
-) -> None:
-    _run("pack", workspace, fingerprint, t, spans=spans, own=own, all_sms=all_sms)
+def pack(t: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, own: bool = True) -> None:
+    _run("pack", workspace, fingerprint, t, spans=spans, own=own)
 
 
 def gather_matmul(
@@ -37,11 +35,9 @@ def gather_matmul(
     fingerprint: int,
     *,
     end_round: bool,
-    all_sms: bool = False,
     own: bool = True,
 ) -> None:
-    options = {"end_round": end_round, "all_sms": all_sms, "own": own}
-    _run("gather_matmul", workspace, fingerprint, out, w, bias, spans=spans, **options)
+    _run("gather_matmul", workspace, fingerprint, out, w, bias, spans=spans, end_round=end_round, own=own)
 
 
 def unpack(

@@ -6,6 +6,7 @@ import triton.language as tl
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.kernels.triton.primitives import span_index
 from fusedcomm.kernels.triton.rounds import (
+    all_there,
     end_round,
     must_poison,
     next_push,
@@ -23,17 +24,24 @@ def _copy(
     tensor,
     peer,
     span,  # the tensor's; the chunk is contiguous
+    begin,
     TO_CHUNK: tl.constexpr,
     POISON: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """This program's tiles of tensor[span(i, peer)] = chunk[i], or back; no division per element."""
+    """tensor[span(i, peer)] = chunk[i], or back, in this program's tiles; no division per element.
+
+    ``begin``: the first of them. Returns the one in the next chunk: tiles are dealt out through all chunks, so that no
+    program is the first in each.
+    """
     BLOCK_RUNS: tl.constexpr = TILE.block_runs
     BLOCK_INNER: tl.constexpr = TILE.block_inner
     inner = span.inner
     num_runs = tl.cdiv(span.size, inner)
     tiles_in_run = tl.cdiv(inner, BLOCK_INNER)
-    for tile in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run, tl.num_programs(0)):
+    num_tiles = tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run
+    num_programs = tl.num_programs(0)
+    for tile in range(begin, num_tiles, num_programs):
         run = (tile // tiles_in_run) * BLOCK_RUNS
         offset = (tile % tiles_in_run) * BLOCK_INNER
         runs, offsets = tl.arange(0, BLOCK_RUNS), tl.arange(0, BLOCK_INNER)
@@ -49,6 +57,7 @@ def _copy(
             tl.store(in_chunk, tl.load(in_tensor, mask), mask)
         else:
             tl.store(in_tensor, tl.load(in_chunk, mask), mask)
+    return (begin + num_programs - num_tiles % num_programs) % num_programs
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -72,12 +81,14 @@ def pack_kernel(
     """
     pack = Span(*pack)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
+    begin = tl.program_id(0)
     for step in range(LAYOUT.group_size):
         dst_rank = (rank + step) % LAYOUT.group_size
         segment = tl.load(segments_ptr + dst_rank)
         slot = slot_of(segment, round.epoch, slot_bytes, LAYOUT, tensor.dtype.element_ty)
         if (step > 0) | OWN:
-            _copy(slot + tl.cast(rank, tl.int64) * pack.size, tensor, dst_rank, pack, True, False, TILE)
+            chunk = slot + tl.cast(rank, tl.int64) * pack.size
+            begin = _copy(chunk, tensor, dst_rank, pack, begin, True, False, TILE)
         report(round, dst_rank, 1, tl.num_programs(0), LAYOUT)
 
 
@@ -103,13 +114,20 @@ def unpack_kernel(
     round = next_round(segments_ptr, rank, fingerprint)
     slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, out_ptr.dtype.element_ty)
     failed = round.epoch < 0
+    there = all_there(round, LAYOUT)
+    begin = tl.program_id(0)
     for step in range(LAYOUT.group_size):
         src_rank = source_rank(step, rank, LAYOUT)
-        failed = wait_source(src_rank, round, failed, LAYOUT)
+        if not there:
+            failed = wait_source(src_rank, round, failed, LAYOUT)
         if (failed == 0) & ((step > 0) | TRAITS.own):
-            _copy(slot + tl.cast(src_rank, tl.int64) * unpack.size, out_ptr, src_rank, unpack, False, False, TILE)
+            chunk = slot + tl.cast(src_rank, tl.int64) * unpack.size
+            begin = _copy(chunk, out_ptr, src_rank, unpack, begin, False, False, TILE)
     if must_poison(round, failed, LAYOUT):
-        for src_rank in range(LAYOUT.group_size):
-            _copy(slot, out_ptr, src_rank, unpack, False, True, TILE)
+        begin = tl.program_id(0)
+        for step in range(LAYOUT.group_size):
+            next_begin = _copy(slot, out_ptr, source_rank(step, rank, LAYOUT), unpack, begin, False, True, TILE)
+            if (step > 0) | TRAITS.own:
+                begin = next_begin
     if TRAITS.end_round:
         end_round(round)

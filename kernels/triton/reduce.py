@@ -9,9 +9,12 @@ from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, 
 
 @triton.jit
 def _sum(slot, first, offsets, mask, step, GROUP_SIZE: tl.constexpr):
-    total = tl.load(slot + first + offsets, mask, other=0.0).to(tl.float32)
+    # By 0.02 to 0.08 of a copy's speed better on an H200 for 8 ranks, and worse for 2 and 4.
+    EVICT: tl.constexpr = "evict_first" if GROUP_SIZE > 4 else ""
+    total = tl.load(slot + first + offsets, mask, eviction_policy=EVICT).to(tl.float32)
     for src_rank in tl.static_range(1, GROUP_SIZE):  # unrolled: the loads of all ranks are in flight together
-        part = tl.load(slot + tl.cast(step, tl.int64) * src_rank + first + offsets, mask, other=0.0)
+        at = slot + tl.cast(step, tl.int64) * src_rank + first + offsets
+        part = tl.load(at, mask, eviction_policy=EVICT)
         total += part.to(tl.float32)
     return total
 

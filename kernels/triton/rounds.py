@@ -14,6 +14,7 @@ from fusedcomm.kernels.triton.primitives import (
     give_up_earlier,
     in_segment,
     is_broken,
+    poll,
     signal,
     wait,
     word,
@@ -85,11 +86,24 @@ def wait_source(src_rank, round, failed, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def all_there(round, LAYOUT: tl.constexpr):
+    """Whether every source has signalled, by one look at all flags: as if `wait_source` had been called for each."""
+    RANKS: tl.constexpr = triton.next_power_of_2(LAYOUT.group_size)
+    ranks = tl.arange(0, RANKS)
+    mask = ranks < LAYOUT.group_size
+    flags = poll(flags_of(round.segment, round.epoch, LAYOUT) + ranks, mask)
+    missing = tl.max((mask & (flags != flag_value(round.epoch, round.fingerprint))).to(tl.int32), axis=0)
+    block_barrier()  # the loads of all threads come after the acquires of some
+    return missing == 0
+
+
+@triton.jit
 def wait_all(round, LAYOUT: tl.constexpr):
     """Wait for every source. Returns whether the round has failed."""
     failed = round.epoch < 0
-    for step in range(LAYOUT.group_size):
-        failed = wait_source(source_rank(step, round.rank, LAYOUT), round, failed, LAYOUT)
+    if not all_there(round, LAYOUT):
+        for step in range(LAYOUT.group_size):
+            failed = wait_source(source_rank(step, round.rank, LAYOUT), round, failed, LAYOUT)
     return failed
 
 

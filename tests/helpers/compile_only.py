@@ -82,18 +82,18 @@ class KernelReport:
 class MetaWorkspace:
     """A workspace without memory."""
 
-    def __init__(self) -> None:
-        self.rank, self.group_size = RANK, GROUP_SIZE
-        self.segments = torch.empty(GROUP_SIZE, dtype=torch.int64, device="meta")
+    def __init__(self, group_size: int = GROUP_SIZE) -> None:
+        self.rank, self.group_size = RANK, group_size
+        self.segments = torch.empty(group_size, dtype=torch.int64, device="meta")
         self.slot_bytes = 1 << 29  # as much as the largest gather below takes
-        layout = HeaderLayout(GROUP_SIZE)
+        layout = HeaderLayout(group_size)
         self.segment_layout = layout.for_kernels
         segment = torch.empty(layout.segment_bytes(self.slot_bytes), dtype=torch.uint8, device="meta")
-        self.buffers, self.device = [segment] * GROUP_SIZE, segment.device
+        self.buffers, self.device = [segment] * group_size, segment.device
         self.schedules, self.kernels = dict[Any, Any](), dict[int, Any]()
 
     def memory_facts(self) -> Memory:
-        return Memory(RANK, GROUP_SIZE, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)
+        return Memory(RANK, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)
 
     def device_facts(self) -> Device:
         return Device(
@@ -194,13 +194,13 @@ class GatherRound:
         return shapes.all_to_all_matmul(self.shape, self._w_shape(), *dims, GROUP_SIZE)
 
 
-def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> None:
-    """Launch the reduction of a matmul_reduce_scatter with 4096 rows per rank."""
-    exchange = shapes.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, GROUP_SIZE)
+def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0, group_size: int = GROUP_SIZE) -> None:
+    """Launch the reduction of a matmul_reduce_scatter with 16384 rows in all."""
+    exchange = shapes.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, group_size)
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
     vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
-    launch_now.reduce(out, spans, vector, scale, MetaWorkspace(), 1)
+    launch_now.reduce(out, spans, vector, scale, MetaWorkspace(group_size), 1)
 
 
 def finish() -> None:
@@ -235,6 +235,8 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "pack", ULYSSES.pack
     yield "pack fp32", dataclasses.replace(TOKENS, dtype=torch.float32).pack
     yield "reduce", lambda: reduce(torch.bfloat16)
+    yield "reduce of 8 ranks", lambda: reduce(torch.bfloat16, group_size=8)
+    yield "reduce of 8 ranks bias", lambda: reduce(torch.bfloat16, bias=True, group_size=8)
     yield "reduce average bias", lambda: reduce(torch.bfloat16, bias=True, scale=1 / GROUP_SIZE)
     yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
     yield "finish", finish

@@ -34,7 +34,7 @@ def only_programs(choose: Callable[[int], list[int]]) -> Iterator[None]:
     chosen: list[int] = []
     dims: list[int] = []
 
-    def num_programs(s: Any, kind: str, num_tiles: int) -> int:
+    def num_programs(s: Any, kind: str, num_tiles: int, *_: int) -> int:
         chosen[:], dims[:] = choose(num_tiles), (num_tiles, 1, 1)
         return len(chosen)
 

@@ -41,7 +41,7 @@ class VirtualRank:
         self.word(self.layout.record)[0] = self.record.data_ptr()
 
     def device_facts(self) -> Device:
-        return FewPrograms(architecture=ARCHITECTURE, triton=(3, 7), allow_tf32=tf32_allowed())
+        return FewPrograms(shares_gpu=True, architecture=ARCHITECTURE, triton=(3, 7), allow_tf32=tf32_allowed())
 
     def memory_facts(self) -> Memory:
         return Memory(

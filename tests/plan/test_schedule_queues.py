@@ -89,6 +89,14 @@ def test_no_call_hangs_beside_nccl(way: Way, group_size: int) -> None:
         assert not hangs(way.world(group_size, LARGE_SLOT).record(beside_nccl(problem)))
 
 
+@pytest.mark.parametrize("problem", [LARGE[0], LARGE[2]], ids=str)
+def test_a_copy_out_that_waits_on_all_sms_is_found(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of NCCL that this rank's sends stand behind in a queue may find no room."""
+    monkeypatch.setattr(launches, "wait_all", lambda *args: None)
+    texts = hangs(WAYS["chunked"].world(2, LARGE_SLOT).record(beside_nccl(problem)))
+    assert any("all_reduce may find no room" in text for text in texts)
+
+
 def sequence(seed: int) -> Program:
     """Calls and backwards in a random order, on the groups of a rank and two streams, the same on all ranks."""
 

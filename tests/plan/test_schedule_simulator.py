@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Device
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.schedule import Stream
 from tests.helpers.problems import Problem
 from tests.helpers.schedule import start_program
 from tests.helpers.schedule.blocked_waits import blocked_waits
@@ -74,8 +74,14 @@ def test_a_wait_ends_with_its_signal_and_a_host_sync_delays_what_follows() -> No
     assert seconds([[copy(0, 0, 1, SECOND), replace(copy(0, 1, 1, SECOND, stream=1), host_waits=[0])], []]) == 2
 
 
+def beside(pack: Any, s: Any, *args: Any, **options: Any) -> None:
+    s.join(Stream.SENDS, Stream.MAIN)
+    with s.on(Stream.SENDS):
+        pack(s, *args, **options)
+
+
 def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matmul of a gather fills all SMs before its pack is placed, as the host is ahead of both."""
+    """The matmul of a gather fills all SMs before its pack, on another stream, is placed."""
     gather = calls([Problem("heads-to-tokens", (2048, 256), 2048, 1, 0, op="all_to_all_matmul")], backward=False)
 
     def program(recorder: Recorder) -> None:
@@ -85,9 +91,8 @@ def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatc
 
     world = World(2, 1 << 26, "fused")
     assert simulate(world.record(program), H200).total < 3e-3
-    monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
     monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
-    monkeypatch.setattr(launches, "wait_source", lambda *args: None)
+    monkeypatch.setattr(launches, "pack", partial(beside, launches.pack))
     recordings = world.record(program)
     with pytest.raises(AssertionError, match=r"never end: .*pack_kernel"):
         simulate(recordings, H200)

@@ -87,6 +87,6 @@ def test_the_own_chunk_is_multiplied_before_anything_has_arrived(by_copy: bool) 
     """It is also copied to the gathered x by then; where K is gathered, a kernel waits for all sources."""
     ran = runs_before_the_first_signal_of_a_peer(run(ROWS, by_copy, num_rounds=1, by_product=True, num_calls=1))
     assert [name for name in ran if "mm" in name] == ["addmm", "mm"]
-    assert ran.index("addmm") > ran.index("begin_push_kernel" if by_copy else "wait_source_kernel")
+    assert ran.index("addmm") > ran.index("begin_push_kernel" if by_copy else "pack_kernel")
     ran = runs_before_the_first_signal_of_a_peer(run(COLUMNS, by_copy, num_rounds=1, num_calls=1))
     assert not [name for name in ran if "mm" in name]

@@ -38,13 +38,19 @@ def _without_room(
         if steps[0].operation.kind in ON_SMS or _is_copy_kernel(steps[0].operation):
             kernels[rank].append(steps)
     for each in kernels.values():
-        waiting = [other for other in each if other[0].operation.waits]
+        waiting = [other for other in each if _may_wait(order, other)]
         for steps in each:
             number = steps[0].operation.number
             later = [other for other in waiting if not only_later or other[0].operation.number > number]
             holders = _holders(order, steps, later)
             if holders and not _has_room(steps[0].operation, [other[0].operation for other in holders], num_sms):
                 yield steps, holders
+
+
+def _may_wait(order: HappensBefore, steps: Sequence[Node]) -> bool:
+    """Whether a signal may come after the start of the kernel that waits for it."""
+    signals = [signal for node in steps if node.step.waits for signal in node.before[len(node.begins_behind) :]]
+    return any(not _begins_after(order, steps, signal) for signal in signals)
 
 
 def _is_copy_kernel(operation: Operation) -> bool:
