@@ -69,14 +69,13 @@ class Device(NamedTuple):
         return self.architecture >= 90
 
     def num_programs(self, kind: str) -> int:
-        """Programs of a persistent kernel, which all run at the same time.
+        """Programs of a persistent kernel, one an SM. All run at the same time.
 
-        Kernels that wait come after this rank's sends, or beside its copy engines, so they may fill the GPU. Where
-        ranks share one, each keeps to its part of the SMs, or a peer's sends would find no room.
+        Copy-outs that wait leave SMs to what peers wait for. Gathers come after this rank's sends, or engines copy.
         """
         if kind == "copy-out beside":  # a matmul: what comes by NVLink, at 450 GB/s, 20 SMs copy out
             return max(1, self.num_sms // 4)
-        return self.num_sms
+        return max(1, self.num_sms // 2) if kind == "copy-out that waits" else self.num_sms
 
 
 class Memory(NamedTuple):

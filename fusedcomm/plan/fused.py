@@ -132,7 +132,7 @@ def gather_matmul(
                 launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own)
         if gathered is not None:
             with s.lane("copy"):
-                launches.unpack(s, gathered, spans, own=own)
+                launches.unpack(s, gathered, spans, own=own, arrived=True)
         if by_copy:  # x may be freed
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))

@@ -32,6 +32,7 @@ from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 _ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
 _REGISTERS = 1 << 16  # of an SM
+_LEAST_ALONE = 24 << 20  # bytes read and written: all SMs then save the 2 us of the kernel that waits for them
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 
 
@@ -143,28 +144,42 @@ def gather_matmul(
 
 
 def unpack(
-    s: Builder, out: Tensor, spans: RoundSpans, *, end_round: bool = True, own: bool = True, beside: bool = False
+    s: Builder,
+    out: Tensor,
+    spans: RoundSpans,
+    *,
+    end_round: bool = True,
+    own: bool = True,
+    beside: bool = False,
+    arrived: bool = False,
 ) -> None:
     """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there.
 
-    ``beside``: a matmul needs SMs meanwhile.
+    ``beside``: a matmul needs SMs meanwhile. ``arrived``: something in front of it has waited for all ranks.
     """
     assert out.is_contiguous()
     if spans.unpack.size == 0:
         if end_round:
             wait(s)
         return
-    kind = "copy-out beside" if beside else "unpack"
+    kind = _copy_out(s, 2 * s.group_size * spans.unpack.size * out.itemsize, beside, arrived)
     _copies(s, "copy.unpack_kernel", out, spans.unpack, kind, Unpacked(end_round, own))
 
 
 def reduce(
-    s: Builder, out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, *, beside: bool = False
+    s: Builder,
+    out: Tensor,
+    spans: RoundSpans,
+    bias: Tensor | None,
+    scale: float,
+    *,
+    beside: bool = False,
+    arrived: bool = False,
 ) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
     A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
-    ``beside``: a matmul needs SMs meanwhile.
+    ``beside`` and ``arrived``: as in `unpack`.
     """
     span = spans.at(s.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
@@ -185,9 +200,21 @@ def reduce(
         block,
     )
     options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps * in_sm))}
-    kind, in_sm = ("copy-out beside", 1) if beside else ("reduce", 1 if s.device.shares_gpu else in_sm)
-    num_programs = _num_programs(s, kind, -(-span.size // block), in_sm)
+    kind = _copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived)
+    alone = kind == "copy-out" and not s.device.shares_gpu
+    num_programs = _num_programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     _launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
+
+
+def _copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
+    """Where a copy-out runs. It never waits on all SMs: other kernels of ranks that it waits for may need some here."""
+    if beside:
+        return "copy-out beside"
+    if not arrived:
+        if num_bytes < _LEAST_ALONE:
+            return "copy-out that waits"
+        wait_all(s)
+    return "copy-out"
 
 
 def begin_push(s: Builder) -> None:

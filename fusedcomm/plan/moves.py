@@ -228,15 +228,14 @@ class Moves:
         if packed is None:
             s.join(READS, MAIN)
         with s.on(READS), s.lane("copy"):
-            if packed is not None or not (beside or spans.by_peer):  # nothing waits on all SMs
-                launches.wait_all(s)
             if packed is not None:
+                launches.wait_all(s)
                 copy_between(s, _in_result(spans, rank, out), packed)
             is_there = packed is not None or own_place(spans, rank, out) is not None
             if spans.by_peer:
                 self._unpack_parts(spans, out, self.sources[is_there:], waits=packed is None)
             else:
-                launches.unpack(s, out, spans, own=not is_there, beside=beside)
+                launches.unpack(s, out, spans, own=not is_there, beside=beside, arrived=packed is not None)
         self._end_round()
 
     def _unpack_parts(self, spans: RoundSpans, out: Tensor, sources: Sequence[int], waits: bool) -> None:
@@ -258,8 +257,6 @@ class Moves:
         if s.device.is_gpu:
             s.join(READS, MAIN)
             with s.on(READS), s.lane("copy"):
-                if not beside:  # nothing waits on all SMs
-                    launches.wait_all(s)
                 launches.reduce(s, out, spans, bias, scale, beside=beside)
             self._end_round()
             return

@@ -43,11 +43,11 @@ def gather_matmul(
 def unpack(
     out: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, end_round: bool = True, own: bool = True
 ) -> None:
-    _run("unpack", workspace, fingerprint, out, spans=spans, end_round=end_round, own=own)
+    _run("unpack", workspace, fingerprint, out, spans=spans, end_round=end_round, own=own, arrived=True)
 
 
 def reduce(out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, workspace: Any, fingerprint: int) -> None:
-    _run("reduce", workspace, fingerprint, out, bias=bias, spans=spans, scale=scale)
+    _run("reduce", workspace, fingerprint, out, bias=bias, spans=spans, scale=scale, arrived=True)
 
 
 def begin_push(workspace: Any) -> None:

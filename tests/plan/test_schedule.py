@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from fusedcomm.memory import launch_order, segment
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan import fused
+from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Builder, Device
 from fusedcomm.plan.moves import Moves
 from tests.helpers.problems import Problem
@@ -211,6 +211,7 @@ def test_strided_copies_beside_a_gather_that_leaves_no_registers(
 def test_waits_in_opposite_orders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the order of `launch_order`, one group's copy-out holds the SMs that the other group's push needs."""
     monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
+    monkeypatch.setattr(launches, "_LEAST_ALONE", 1 << 62)
 
     def program(recorder: Any) -> None:
         streams = [torch.cuda.Stream() for _ in recorder.groups]

@@ -11,17 +11,17 @@ MIRRORED: Mirrors = {
         "fusedcomm/plan/builder.py:Builder": ("chunk", "d7f62ea79c5e"),
         "fusedcomm/plan/chunked.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _multiply_from",
-            "fc1b24e539fe",
+            "da48afe8366a",
         ),
         "fusedcomm/plan/fused.py": (
             "push_matmul push_reduce push_reduce_gather gather_matmul _push_sum _send _copy",
-            "2aa28b888008",
+            "60aad7a27d04",
         ),
         "fusedcomm/memory/launch_order.py": ("ordered", "fd55578709e3"),
         "fusedcomm/plan/planner.py": ("_reject_uneven _reject_reason", "ce2c04d78d78"),
         "kernels/triton/rounds.py": (
-            "next_round slot_of end_round report signal_peer source_rank wait_all",
-            "a5d99ab61b6c",
+            "next_round slot_of end_round report signal_peer source_rank all_there wait_all",
+            "0bd0bc60de56",
         ),
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
         "kernels/cpu/rounds.h": ("slot slot_offset end", "65998c65e20e"),
@@ -30,13 +30,13 @@ MIRRORED: Mirrors = {
         "fusedcomm/plan/geometry/rank_order.py": ("peers_of sources_of", "b7f2a4c93f2a"),
         "fusedcomm/plan/moves.py:Moves": (
             "begin push _push_staged pack unpack _unpack_by_kernel _unpack_parts reduce finish _end_round _signal",
-            "d8693df3b567",
+            "26317000828e",
         ),
-        "fusedcomm/plan/launches.py": ("push pack gather_matmul unpack reduce signal _finish", "cd1581eefbd2"),
+        "fusedcomm/plan/launches.py": ("push pack gather_matmul unpack reduce signal _finish", "073729e273f5"),
         "fusedcomm/run/python_executor.py:Execution": ("steps step tensor _base _signal _end_round", "3807ec0eacf8"),
         "fusedcomm/memory/signals.py": ("signal wait", "e237958663e7"),
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
-        "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "87bc39cdc887"),
+        "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "db8a85d27a00"),
         "kernels/triton/handshake.py": ("signal_kernel finish_kernel", "470bacf2e47d"),
         "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "43544b44f3a8"),
         "kernels/triton/reduce.py": ("reduce_kernel", "971ce21cf7c9"),
@@ -44,9 +44,9 @@ MIRRORED: Mirrors = {
     "programs.ProgramModel": {
         "kernels/triton/rounds.py": ("next_round report wait_source end_round", "7588da6e2b56"),
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
-        "kernels/triton/copy.py": ("pack_kernel", "f242dfd29061"),
+        "kernels/triton/copy.py": ("pack_kernel", "99d07ed1c94a"),
         "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "43544b44f3a8"),
-        "fusedcomm/plan/fused.py": ("gather_matmul _send", "3f37a873caca"),
+        "fusedcomm/plan/fused.py": ("gather_matmul _send", "72dbe9bc44dc"),
     },
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (
@@ -79,7 +79,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
     },
     "results.ResultsInPlace": {
-        "fusedcomm/plan/moves.py:Moves": ("result begin push pack _ask arrivals unpack", "b684e60c2ccc"),
+        "fusedcomm/plan/moves.py:Moves": ("result begin push pack _ask arrivals unpack", "2d2d0342e084"),
         "kernels/cpu/rounds.h": (
             "empty post post_of is_peer_late has_posted posted mark_in_place mark is_in_place",
             "6ce18dc36fce",

@@ -2,8 +2,8 @@
 
 There are two ranks without faults. A kernel that sends stores a part per program into each chunk. The program that
 completes a chunk, by the counter, signals it. A kernel that receives waits for every source, the own one too; the last
-program that arrives counts the epoch. The pack of a gather runs beside its matmul. Where rows are gathered, the matmul
-leaves its own chunk out, and waits for the own signal last.
+program that arrives counts the epoch. What a gather sends may come beside its matmul. Where rows are gathered, the
+matmul leaves its own chunk out, and waits for the own signal last.
 
 This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/plan/fused.py (tests/protocol/mirrored.py).
 """

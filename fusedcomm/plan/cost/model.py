@@ -17,7 +17,7 @@ counts (`shares`). Rounds beyond the first, and ranks that compete for one memor
                   copy-out, on a GPU in pieces of which each hides the next
     fused       max(matmul of the kernel, bytes sent / stores) + link latency + copy-out. In a gather along rows cuBLAS
                 takes the own chunk; along K only the last wave of tiles has all chunks. Runs too short for copy engines
-                are packed by an eighth of the SMs
+                are packed in front of it
     pipelined   `in_pieces`
     reduce      (R + 1) / 2 copies in place of the copy-out; an all_reduce then sends the sum to R - 1 peers
     host        seconds to issue a call, and each of its chunks: on a CPU they come on top, a GPU works beside
@@ -58,8 +58,6 @@ KINDS = {
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
-_PACK_BANDWIDTH = 80e9  # bytes per second that an eighth of a GPU's SMs store to peers, by published figures
-_PACK_SLOWER = 8 / 7  # a matmul beside that eighth: 1.08 to 1.19 on an H200
 _GPU_TILES, _CPU_TILE_ROWS = (128, 64), 16
 _COPIED = 1 / 4  # of the host's time for a chunk: copy and signal alone, as a fused gather by copy engines issues them
 _MIN_SPLIT_K = 512  # the shortest part of K that cuBLAS gives to an SM of its own
@@ -187,7 +185,7 @@ _NUMBERS: dict[str, tuple[Any, Any]] = {
     "matmul_overhead": (3e-6, 2e-6),
     "copy_bandwidth": (2e12, 2.5e9),  # each byte is read and written
     "copy_overhead": (3e-6, 20e-6),
-    "unpack_bandwidth": (1.45e12, 10e9),
+    "unpack_bandwidth": (1.8e12, 10e9),
     "link_bandwidth": (370e9, 10e9),
     "link_latency": (5e-6, 20e-6),
     "store_bandwidth": (250e9, 10e9),
@@ -321,14 +319,17 @@ class TimedCall:
         return host + device if self.constants.on_cpu else max(host, device)
 
     def _fused_gather(self, sent: float, by_copy: bool) -> float:
-        constants, slower = self.constants, 1.0 if by_copy else _PACK_SLOWER
-        rate = constants.link_bandwidth if by_copy else min(constants.store_bandwidth, _PACK_BANDWIDTH)
-        if not self.exchange.splits_columns:
-            matmul = self.chunk_matmuls(1) + slower * self.chunk_matmuls(self.share.num_products - 1, fused=True)
-            return constants.copy_overhead + max(matmul, sent / rate)
-        matmul = slower * self.matmul(fused=True)
-        own = constants.copy(self.chunk_bytes) if by_copy else constants.copy_overhead
-        return own + matmul + max(0.0, sent / rate - matmul / self._waves())
+        constants, rows = self.constants, not self.exchange.splits_columns
+        if rows:
+            matmul = self.chunk_matmuls(1) + self.chunk_matmuls(self.share.num_products - 1, fused=True)
+        else:
+            matmul = self.matmul(fused=True)
+        if not by_copy:
+            return constants.copy_overhead + sent / constants.store_bandwidth + matmul
+        if rows:
+            return constants.copy_overhead + max(matmul, sent / constants.link_bandwidth)
+        late = max(0.0, sent / constants.link_bandwidth - matmul / self._waves())
+        return constants.copy(self.chunk_bytes) + matmul + late
 
     def _chunked_push(self) -> float:
         num_ranks, share, on_cpu = self.num_ranks, self.share, self.constants.on_cpu
