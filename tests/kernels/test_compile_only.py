@@ -30,9 +30,7 @@ SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kerne
 # Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/memory/segment.py:MOST_SLOT_BYTES
 # bounds a chunk, and with it the rows, tiles and blocks of K of a round.
 BOUNDED_PRODUCTS = {
-    "copy.py: for tile in range(tl.program_id(0), tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run, tl.num_programs(0)):": (
-        "the tiles of a chunk"
-    ),
+    "copy.py: num_tiles = tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run": "the tiles of a chunk",
     "gather_matmul.py: before = step * tiles_in_chunk": ("the tiles of all chunks: launches._MOST_TILES"),
     "gather_matmul.py: first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk": "the blocks of K",
     "gather_matmul.py: row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)": "can_describe_slots",
@@ -119,7 +117,8 @@ def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
         aside = ("gather_matmul_kernel", "pack_kernel", "unpack_kernel")
         assert kernel["stack"] <= (8 if kernel["kernel"] in aside else 0), name
         assert kernel["shared"] <= SHARED_BYTES[arch], (name, kernel["shared"])
-        assert kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
+        in_sm = 2 if kernel["kernel"] == "reduce_kernel" and name != "reduce of 8 ranks bias" else 1
+        assert in_sm * kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
 def test_no_flag_overtakes_data(compiled: Compiled) -> None:

@@ -34,9 +34,9 @@ class Footprint:
 KERNELS = {
     "push_matmul_kernel": Footprint(8, 222, 229_408),
     "gather_matmul_kernel": Footprint(8, 217, 229_408),
-    "pack_kernel": Footprint(8, 79, 8),
-    "unpack_kernel": Footprint(8, 84, 32),
-    "reduce_kernel": Footprint(8, 59, 32),
+    "pack_kernel": Footprint(16, 62, 8),
+    "unpack_kernel": Footprint(16, 61, 32),
+    "reduce_kernel": Footprint(16, 46, 32),
     "finish_kernel": Footprint(1, 40, 0),
     "wait_source_kernel": Footprint(1, 22, 0),
     "begin_push_kernel": Footprint(1, 16, 0),
