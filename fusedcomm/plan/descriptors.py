@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,31 +23,52 @@ def can_describe_x(s: Builder, x: Tensor) -> bool:
     return are_multiples_of_16(s.address_mod_16(x), x.shape[1] * x.itemsize) and max(x.shape) <= _INT32_MAX
 
 
-def can_describe_w(s: Builder, w: Tensor) -> bool:
-    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous.
-
-    Batches of w lie below one another, so a block of K must not reach into the next batch. Rows that overlap, as in an
-    expanded tensor, have no descriptor.
-    """
-    num_batches, num_k, num_n = w.shape
-    step = row_step(w)
-    length, row = (num_k, num_n) if w.stride(2) == 1 else (num_n, num_k)
-    batches_follow = num_batches == 1 or (w.stride(0) == length * step and num_k % tiles.BLOCK_K == 0)
+def can_describe_w(s: Builder, w: Tensor, num_parts: int = 1) -> bool:
+    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous, each of the parts of K by itself."""
+    view = _view_of(w, num_parts)
+    if view is None:
+        return False
+    shape, strides = view
+    num_bytes = [stride * w.itemsize for stride in strides]
     return (
-        batches_follow
-        and step >= row
-        and step * w.itemsize < _DESCRIBED_BYTES
-        and are_multiples_of_16(s.address_mod_16(w), step * w.itemsize)
-        and max(num_batches * length, num_n, num_k) <= _INT32_MAX
+        max(num_bytes) < _DESCRIBED_BYTES
+        and are_multiples_of_16(s.address_mod_16(w), *num_bytes)
+        and max(*shape, w.shape[1]) <= _INT32_MAX
     )
 
 
-def can_describe_slots(spans: RoundSpans, group_size: int) -> bool:
-    """Whether a tensor descriptor can load every source's chunk [batches * rows, columns] in whole blocks of K."""
-    num_columns = spans.columns.size
-    if spans.columns.inner % tiles.BLOCK_K:
+def _view_of(w: Tensor, num_parts: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shape of w's descriptor, and its strides but the last, 1. Rows that overlap, as in an expanded tensor, have none.
+
+    Batches lie below one another where no block of K ends early. Otherwise such a block would reach into the next
+    batch, or the next source's part of K. Then these have a dim in front, and behind the end of each lie zeros.
+    """
+    num_batches, num_k, num_n = w.shape
+    num_k //= num_parts
+    row_major = w.stride(2) == 1
+    length, row = (num_k, num_n) if row_major else (num_n, num_k)
+    step, whole = row_step(w), num_k % tiles.BLOCK_K == 0
+    if step < w.shape[2 if row_major else 1]:
+        return None
+    follow = num_batches == 1 or w.stride(0) == step * (w.shape[1] if row_major else num_n)
+    if follow and (whole or num_batches * num_parts == 1):
+        return (num_batches * (num_parts if row_major else 1) * length, row if row_major else row * num_parts), (step,)
+    if num_parts == 1:
+        return ((num_batches, length, row), (w.stride(0), step)) if w.stride(0) >= length * step else None
+    if not follow or (num_batches > 1 and not row_major):
+        return None
+    return (num_batches * num_parts, length, row), (length * step if row_major else row, step)
+
+
+def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int) -> bool:
+    """Whether a tensor descriptor can load every source's chunk [batches * rows, columns]: in whole blocks of K, or as
+    one run, behind which lie zeros.
+    """
+    columns = spans.columns
+    if columns.size == 0 or (columns.inner < columns.size and columns.inner % tiles.BLOCK_K):
         return False
-    return max(group_size * (spans.chunk_numel // num_columns), num_columns) <= _INT32_MAX
+    num_rows = group_size * (spans.chunk_numel // columns.size)
+    return are_multiples_of_16(columns.size * itemsize) and max(num_rows, columns.size) <= _INT32_MAX
 
 
 def column_shift(w: Tensor, columns: Span) -> int:
@@ -59,6 +82,11 @@ def column_shift(w: Tensor, columns: Span) -> int:
 
 def row_step(w: Tensor) -> int:
     return w.stride(1) if w.stride(2) == 1 else w.stride(2)
+
+
+def unit(itemsize: int, *numbers: int) -> int:
+    """The most elements, up to 16 bytes, of which all numbers are multiples; 1 where Triton sees it by itself."""
+    return 1 if are_multiples_of_16(*numbers) else math.gcd(16 // itemsize, *numbers)
 
 
 def are_multiples_of_16(*numbers: int) -> bool:
@@ -82,11 +110,9 @@ def describe_slots(s: Builder, spans: RoundSpans, dtype: torch.dtype, config: ti
     )
 
 
-def describe_w(s: Builder, w: Tensor, config: tiles.TileConfig) -> Described:
-    """w as the kernels load it: two dims, with the batches below one another."""
-    num_batches, num_k, num_n = w.shape
-    if w.stride(2) == 1:
-        shape, block = (num_batches * num_k, num_n), (config.block_k, config.block_n)
-    else:
-        shape, block = (num_batches * num_n, num_k), (config.block_n, config.block_k)
-    return Described(s.place(w), shape, (row_step(w), 1), block)
+def describe_w(s: Builder, w: Tensor, config: tiles.TileConfig, num_parts: int = 1) -> Described:
+    view = _view_of(w, num_parts)
+    assert view is not None
+    shape, strides = view
+    block = (config.block_k, config.block_n) if w.stride(2) == 1 else (config.block_n, config.block_k)
+    return Described(s.place(w), shape, (*strides, 1), (1,) * (len(shape) - 2) + block)

@@ -24,6 +24,7 @@ from fusedcomm.plan.descriptors import (
     describe_w,
     describe_x,
     row_step,
+    unit,
 )
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
@@ -48,7 +49,7 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
     if w.shape[-2] == 0:  # the kernel needs K > 0
         x, w = _zeros(s, x, *x.shape[:-1], 1), _zeros(s, x, *w.shape[:-2], 1, w.shape[-1])
     x, w = s.contiguous(s.reshape(x, x.shape[:-1].numel(), x.shape[-1])), _matrices(s, w)
-    num_k = w.shape[1]
+    _, num_k, num_n = w.shape
     describable = can_describe_x(s, x) and can_describe_w(s, w)
     shift = column_shift(w, spans.columns)
     shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, s.group_size)
@@ -64,6 +65,8 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
         num_k % config.block_k == 0,
         s.device.allow_tf32,
         shift=shape.shift if use_tma else 0,
+        n_unit=unit(x.itemsize, num_n, *spans.columns),
+        **_loaded_units(w, use_tma),
     )
     arguments = (
         describe_x(s, x, config) if use_tma else s.place(x),
@@ -108,8 +111,9 @@ def gather_matmul(
     _, num_k, num_n = w.shape
     split_k = spans.columns.size != num_k
     assert own or not split_k
-    shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own))
-    describable = can_describe_slots(spans, s.group_size) and can_describe_w(s, w)
+    num_parts = s.group_size if split_k else 1
+    shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
+    describable = can_describe_slots(spans, s.group_size, w.itemsize) and can_describe_w(s, w, num_parts)
     aligned = are_multiples_of_16(spans.columns.size * w.itemsize, row_step(w) * w.itemsize)
     config = _matmul_config(s, out, shape, "gather", describable, aligned)
     use_tma = s.device.has_tma and describable
@@ -124,6 +128,8 @@ def gather_matmul(
         split_k,
         own,
         end_round,
+        n_unit=unit(w.itemsize, num_n),
+        **_loaded_units(w, use_tma, *spans.columns),
     )
     num_tiles = tiles.num_tiles(config, shape)
     if num_tiles * shape.count == 0:
@@ -135,7 +141,7 @@ def gather_matmul(
     arguments = (
         s.place(out),
         describe_slots(s, spans, out.dtype, config) if use_tma else None,
-        *_weights(s, w, bias, config, use_tma),
+        *_weights(s, w, bias, config, use_tma, num_parts),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
@@ -290,9 +296,17 @@ def _matrices(s: Builder, w: Tensor) -> Tensor:
 
 
 def _weights(
-    s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool
+    s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool, num_parts: int = 1
 ) -> tuple[Any, Place | None]:
-    return describe_w(s, w, config) if use_tma else s.place(w), _vector(s, bias)
+    return describe_w(s, w, config, num_parts) if use_tma else s.place(w), _vector(s, bias)
+
+
+def _loaded_units(w: Tensor, use_tma: bool, *columns: int) -> dict[str, int]:
+    """Units of what is loaded by pointer."""
+    if use_tma:
+        return {}
+    strides = (row_step(w), w.stride(0) if len(w) > 1 else 0)
+    return {"k_unit": unit(w.itemsize, w.shape[1], *columns), "w_unit": unit(w.itemsize, *strides)}
 
 
 def _vector(s: Builder, bias: Tensor | None) -> Place | None:
@@ -351,7 +365,7 @@ def _num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:
     return 1 if unfenced else config.num_stages
 
 
-def _gather_shape(spans: RoundSpans, num_n: int, count: int) -> tiles.Shape:
+def _gather_shape(spans: RoundSpans, num_n: int, count: int, num_parts: int) -> tiles.Shape:
     """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
     columns = Span(num_n, 0, max(num_n, 1), 0, 0)
-    return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count)
+    return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count, num_parts=num_parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this ma
 class Shape:
     """One of ``count`` equal matmuls that a kernel does: num_batches of rows [.., k] @ [k, columns].
 
-    ``shift``: how far before a run of columns its first tile may begin.
+    ``shift``: how far before a run of columns its first tile may begin. ``num_parts``: of K, k each.
     """
 
     num_batches: int
@@ -28,30 +29,42 @@ class Shape:
     k: int
     count: int
     shift: int = 0
+    num_parts: int = 1
+
+
+class Rated(NamedTuple):
+    """A tile, and what it costs a multiprocessor: nanoseconds for a step of block_k, and for the rest of a tile."""
+
+    config: TileConfig
+    step: int
+    rest: int
 
 
 # The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row.
-_HALF: dict[int, tuple[TileConfig, ...]] = {
+# Only ratios within a table count. Those of sm_90 are an H200's, the others follow from the peak of the tensor cores.
+_HOPPER = (
+    Rated(TileConfig(128, 256, 64, 8, 8, 4, halves=True), 655, 2400),
+    Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 400, 1600),
+    Rated(TileConfig(64, 128, 64, 8, 4, 4), 250, 1200),
+    Rated(TileConfig(64, 64, 64, 8, 4, 4), 200, 1000),
+)
+_HALF: dict[int, tuple[Rated, ...]] = {
     80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
-        TileConfig(128, 128, 64, 8, 8, 4, halves=True),
-        TileConfig(64, 128, 64, 8, 4, 3),
-        TileConfig(64, 64, 64, 8, 4, 3),
+        Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 730, 2000),
+        Rated(TileConfig(64, 128, 64, 8, 4, 3), 430, 1500),
+        Rated(TileConfig(64, 64, 64, 8, 4, 3), 260, 1200),
     ),
-    90: (
-        TileConfig(128, 256, 64, 8, 8, 4, halves=True),
-        TileConfig(128, 128, 64, 8, 8, 4, halves=True),
-        TileConfig(64, 128, 64, 8, 4, 4),
-        TileConfig(64, 64, 64, 8, 4, 4),
-    ),
-    100: (
-        TileConfig(128, 256, 64, 8, 8, 4, halves=True),
-        TileConfig(128, 128, 64, 8, 8, 4, halves=True),
-        TileConfig(64, 128, 64, 8, 4, 4),
-        TileConfig(64, 64, 64, 8, 4, 4),
-    ),
+    90: _HOPPER,
+    100: _HOPPER,
 }
-_TF32 = (TileConfig(128, 128, 32, 8, 8, 3, halves=True), TileConfig(64, 64, 32, 8, 4, 3))
-_FP32 = (TileConfig(64, 64, 16, 8, 8, 3), TileConfig(32, 32, 16, 8, 4, 3))  # no tensor cores
+_TF32 = (
+    Rated(TileConfig(128, 128, 32, 8, 8, 3, halves=True), 400, 2400),
+    Rated(TileConfig(64, 64, 32, 8, 4, 3), 150, 1400),
+)
+_FP32 = (  # no tensor cores
+    Rated(TileConfig(64, 64, 16, 8, 8, 3), 600, 2000),
+    Rated(TileConfig(32, 32, 16, 8, 4, 3), 200, 1000),
+)
 
 
 def in_runs(span: Span, block: int) -> bool:
@@ -82,7 +95,7 @@ def matmul_config(
     allow_tf32: bool,
     aligned: bool = True,
 ) -> TileConfig:
-    """The largest tile that gives every program work; the smallest if none does.
+    """The tile that takes the programs the least time; the larger one of equals.
 
     ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: rows begin at
     addresses that vector loads need. Loads by pointer need registers that the widest tiles do not leave, as do the
@@ -93,14 +106,20 @@ def matmul_config(
         return TileConfig(m, n, _fitting(shape.k, 64), 2, 4, 1)
     single = _TF32 if allow_tf32 else _FP32
     table = single if dtype == torch.float32 else _HALF[arch]
-    for config in table:
+
+    def fits(config: TileConfig) -> bool:
         by_pointer = not (describable and boxes(config, shape))
         most_n = _MAX_ELEMENT_N if by_pointer and not aligned else _MAX_POINTER_N
-        if (by_pointer or shape.shift) and config.block_n > most_n:
-            continue
-        if num_tiles(config, shape) * shape.count >= num_programs:
-            return config
-    return table[-1]
+        return config.block_n <= most_n or not (by_pointer or shape.shift)
+
+    return min((each for each in table if fits(each.config)), key=lambda each: cost(each, shape, num_programs)).config
+
+
+def cost(rated: Rated, shape: Shape, num_programs: int) -> int:
+    """Nanoseconds that the programs take: as long as the one with most tiles."""
+    config = rated.config
+    waves = -(-num_tiles(config, shape) * shape.count // num_programs)
+    return waves * (shape.num_parts * -(-shape.k // config.block_k) * rated.step + rated.rest)
 
 
 def boxes(config: TileConfig, shape: Shape) -> bool:

@@ -126,6 +126,10 @@ class Traits(NamedTuple):
     own: bool = True  # a gather takes this rank's chunk too; otherwise its rows of the result are there
     end_round: bool = False  # no kernel of this round follows
     shift: int = 0  # the first tile of a run of columns begins up to so many before it, at a multiple of shift + 1 in w
+    # What Triton does not see of the numbers that addresses are made of: all are multiples of so many elements.
+    k_unit: int = 1  # K, and the columns of a gathered chunk
+    n_unit: int = 1  # N, and the columns of a pushed chunk
+    w_unit: int = 1  # w's strides
 
 
 class Round(NamedTuple):
@@ -142,14 +146,15 @@ class Operands(NamedTuple):
     """The parts of x and w that a tile multiplies.
 
     x and w are descriptors of [num_batches * M, K] and [num_batches * K, N] ([num_batches * N, K] if w is transposed),
-    or pointers; the x of a gather is a descriptor of slots [num_slots, rows, K]. Where a mask is false, what is loaded
-    can be anything.
+    or pointers; the x of a gather is a descriptor of slots [num_slots, rows, K]. A descriptor of w may have a dim in
+    front for the batches, or for each batch's parts of K, so that what lies beyond K of one is zeros. Where a mask is
+    false, what is loaded can be anything.
     """
 
     x: Any
     x_rows: Any  # the first row (descriptor), or slot and first row, or all [BLOCK_M]
     x_mask: Any
     w: Any
-    w_row: Any  # the first row of this batch in w's descriptor
+    w_row: Any  # the first row of this batch in w's descriptor, or its index in the dim in front
     w_columns: Any  # the first column (descriptor), or all [BLOCK_N]
     w_mask: Any

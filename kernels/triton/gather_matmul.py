@@ -11,6 +11,8 @@ from fusedcomm.kernels.triton.matmul import (
     matmul_tile,
     multiply,
     num_tiles,
+    row_of_batch,
+    sizes_in_units,
     store_tile,
     tile_indices,
     tile_of_chunk,
@@ -57,7 +59,9 @@ def _poison(
 
 
 @triton.jit
-def _operands(x, slot, w, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
+def _operands(
+    x, slot, w, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr
+):
     """The Operands of a tile of src_rank's chunk. x: descriptor of the slots, or pointer to the slot."""
     b, tile_m, tile_n = tile
     batch = span_index(b, src_rank, spans.batches)
@@ -70,7 +74,8 @@ def _operands(x, slot, w, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAI
     if TRAITS.by_tma:
         x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)
         w_columns = tile_n * TILE.block_n
-        w_row = (batch * (sizes.N if TRAITS.w_transposed else sizes.K)).to(tl.int32)
+        parts: tl.constexpr = LAYOUT.group_size if TRAITS.split_k else 1
+        w_row = row_of_batch(w, batch, sizes, TRAITS.w_transposed, parts)
     else:
         x += tl.cast(src_rank, tl.int64) * sizes.chunk_numel
         x_rows = tl.cast(b, tl.int64) * spans.rows.size + i + offsets
@@ -104,7 +109,10 @@ def _add_sources(
         if TRAITS.by_tma:
             row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)
             a = load_x_box(x, (x_rows[0], row), k)
-            b = load_box(w, w_row, span_index(k, src_rank, columns).to(tl.int32), w_columns, TRAITS.w_transposed)
+            if len(w.block_shape) == 2:
+                b = load_box(w, w_row, span_index(k, src_rank, columns).to(tl.int32), w_columns, TRAITS.w_transposed)
+            else:
+                b = load_box(w, w_row + src_rank, k, w_columns, TRAITS.w_transposed)
         else:
             chunk = x + tl.cast(src_rank, tl.int64) * sizes.chunk_numel
             mask = x_mask[:, None] if TRAITS.even_k else x_mask[:, None] & (offsets < k_end - k)[None, :]
@@ -145,7 +153,7 @@ def gather_matmul_kernel(
     stored: Triton joins the loop over K with the one around it, as it is sure to turn (`tl.assume`). TMA loads belong
     to the async proxy, so a fence follows each wait (`fence_generic_writes`).
     """
-    spans = named(spans)
+    spans, sizes = named(spans, TRAITS.k_unit), sizes_in_units(sizes, TRAITS.k_unit, TRAITS)
     round = next_round(segments_ptr, rank, fingerprint)
     failed = round.epoch < 0
     if TRAITS.by_tma:
@@ -166,7 +174,7 @@ def gather_matmul_kernel(
         # The first tile takes the sources as they arrive; after it, all are there.
         acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
         at = tile_of_chunk(program, num_m, num_n, TILE.group_m)
-        operands = _operands(x, slot, w, at, 0, spans, sizes, TILE, TRAITS)
+        operands = _operands(x, slot, w, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
         for step in range(LAYOUT.group_size):
             round = next_round(segments_ptr, rank, fingerprint)
             failed = wait_source(source_rank(step, rank, LAYOUT), round, failed, LAYOUT)
@@ -179,7 +187,7 @@ def gather_matmul_kernel(
         for tile in tl.range(program + num_programs, num_left, num_programs, flatten=TRAITS.by_tma):
             acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
             at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
-            operands = _operands(x, slot, w, at, 0, spans, sizes, TILE, TRAITS)
+            operands = _operands(x, slot, w, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
             acc = _add_sources(acc, 0, num_blocks, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
             _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
     else:
@@ -200,7 +208,7 @@ def gather_matmul_kernel(
             num_left = tl.where(failed, 0, tiles_in_chunk)
             for tile in tl.range(first, num_left, num_programs, flatten=TRAITS.by_tma):
                 at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
-                operands = _operands(x, slot, w, at, src_rank, spans, sizes, TILE, TRAITS)
+                operands = _operands(x, slot, w, at, src_rank, spans, sizes, LAYOUT, TILE, TRAITS)
                 acc = matmul_tile(operands, spans.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
                 _store(acc, out_ptr, bias_ptr, at, src_rank, spans, sizes, TILE, TRAITS)
             step += 1

@@ -3,7 +3,25 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import INTERPRET, rounded, span_index, tile_coords
+from fusedcomm.kernels.triton.bundles import Sizes
+from fusedcomm.kernels.triton.primitives import INTERPRET, in_units, rounded, span_index, tile_coords
+
+
+@triton.jit
+def sizes_in_units(sizes, COLUMNS: tl.constexpr, TRAITS: tl.constexpr):
+    """``sizes`` in a form that says what they are multiples of; a chunk has whole rows of columns, multiples of COLUMNS."""
+    M, N, K, w_stride_batch, w_stride_k, w_stride_n, chunk_numel, slot_bytes = sizes
+    w_unit: tl.constexpr = TRAITS.w_unit
+    return Sizes(
+        M,
+        in_units(N, TRAITS.n_unit),
+        in_units(K, TRAITS.k_unit),
+        in_units(w_stride_batch, w_unit),
+        w_stride_k if TRAITS.w_transposed else in_units(w_stride_k, w_unit),
+        in_units(w_stride_n, w_unit) if TRAITS.w_transposed else w_stride_n,
+        in_units(chunk_numel, COLUMNS),
+        slot_bytes,
+    )
 
 
 @triton.jit
@@ -83,8 +101,8 @@ def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
 def matmul_tile(operands, K, w_stride_k, w_stride_n, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]. Where a mask is false, the result can be anything.
 
-    Descriptors fill what lies beyond K with zeros. But beyond K of one batch lies the next batch of w, so the host uses
-    them for batched w only if BLOCK_K divides K (0 * inf would be NaN).
+    Descriptors fill what lies beyond K with zeros. Where BLOCK_K does not divide K, batches of w have a dim of their own
+    in its descriptor: with the batches below one another, zeros of x would meet the next one (0 * inf is NaN).
     """
     x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
     acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
@@ -113,9 +131,24 @@ def load_x_box(x, rows, k):
 
 
 @triton.jit
+def row_of_batch(w, batch, sizes, W_TRANSPOSED: tl.constexpr, PARTS: tl.constexpr = 1):
+    """Where a batch begins in w's descriptor: at a row, or at an index in front, in which it has PARTS of K."""
+    if len(w.block_shape) == 2:
+        row = batch * (sizes.N if W_TRANSPOSED else sizes.K)
+    else:
+        row = batch * PARTS
+    return row.to(tl.int32)
+
+
+@triton.jit
 def load_box(w, w_row, k, column, W_TRANSPOSED: tl.constexpr):
-    """w[k:, column:] of one batch, by descriptor."""
-    return w.load([w_row + column, k]).T if W_TRANSPOSED else w.load([w_row + k, column])
+    """w[k:, column:] of one batch or part of K, by descriptor."""
+    if len(w.block_shape) == 2:
+        box = w.load([w_row + column, k]) if W_TRANSPOSED else w.load([w_row + k, column])
+    else:
+        box = w.load([w_row, column, k]) if W_TRANSPOSED else w.load([w_row, k, column])
+        box = box.reshape(w.block_shape[1], w.block_shape[2])
+    return box.T if W_TRANSPOSED else box
 
 
 @triton.jit

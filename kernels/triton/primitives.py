@@ -60,9 +60,26 @@ def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def named(spans):
-    """The host's tuples of numbers as Spans. Triton 3.6 loses constants in tuples of tuples that are not made anew."""
-    return Spans(Span(*spans[0]), Span(*spans[1]), Span(*spans[2]))
+def in_units(number, UNIT: tl.constexpr):
+    """``number``, a multiple of UNIT, in a form that says so: Triton sees it of an argument that is one of 16 alone."""
+    return number if UNIT == 1 else number // UNIT * UNIT
+
+
+@triton.jit
+def named(spans, UNIT: tl.constexpr):
+    """The host's tuples of numbers as Spans; those of the columns are multiples of UNIT.
+
+    Triton 3.6 loses constants in tuples of tuples that are not made anew.
+    """
+    size, start, inner, outer_stride, peer_stride = spans[2]
+    columns = Span(
+        in_units(size, UNIT),
+        in_units(start, UNIT),
+        in_units(inner, UNIT),
+        in_units(outer_stride, UNIT),
+        in_units(peer_stride, UNIT),
+    )
+    return Spans(Span(*spans[0]), Span(*spans[1]), columns)
 
 
 @triton.jit

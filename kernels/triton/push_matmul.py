@@ -9,6 +9,8 @@ from fusedcomm.kernels.triton.matmul import (
     column_range,
     matmul_tile,
     num_tiles,
+    row_of_batch,
+    sizes_in_units,
     store_tile,
     tile_indices,
     tile_of_chunk,
@@ -39,7 +41,7 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
     if TRAITS.by_tma:
         row, column = span_index(i, dst_rank, rows), column_index(j, j_begin, dst_rank, columns)
         x_rows, w_columns = (batch * sizes.M + row).to(tl.int32), column.to(tl.int32)
-        w_row = (batch * (sizes.N if TRAITS.w_transposed else sizes.K)).to(tl.int32)
+        w_row = row_of_batch(w, batch, sizes, TRAITS.w_transposed)
     else:
         x_rows = batch * sizes.M + tile_indices(i, dst_rank, rows, TILE.block_m, TRAITS.rows_in_runs)
         w_columns = tile_indices(j, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs)
@@ -85,7 +87,7 @@ def push_matmul_kernel(
     replayed graph moves on. Programs share the tiles of all chunks, of which there must be one.
     """
     tl.assume(sizes.K > 0)
-    spans = named(spans)
+    spans, sizes = named(spans, TRAITS.n_unit), sizes_in_units(sizes, TRAITS.n_unit, TRAITS)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = num_tiles(spans.columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)

@@ -12,15 +12,18 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusedcomm.geometry import shapes
 from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.tiles import TileConfig
+from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import thorough_but
+from tests.helpers.virtual_ranks import FINGERPRINT, virtual_ranks
 
 _gather = partial(Problem, op="all_gather_matmul")
 _exchange = partial(Problem, op="all_to_all_matmul")
-BOXES = by_name(  # whole blocks of K, as boxes need them, and ragged rows and columns
+BOXES = by_name(  # ragged rows and columns, and K in whole blocks or with an end that is none
     [
         _gather("rows", (37, 32), 40, 0, bias=True),
         _gather("rows transposed", (2, 7, 48), 33, 1, transposed=True),
@@ -31,6 +34,12 @@ BOXES = by_name(  # whole blocks of K, as boxes need them, and ragged rows and c
         _exchange("packed qkv", (5, 3, 2, 16), 40, 2, 0, k_dims=3, bias=True),
         _gather("batched K", (3, 21, 32), 40, 2, batched=True),
         _gather("batched K, transposed", (3, 21, 32), 40, 2, batched=True, transposed=True),
+        _gather("ragged", (37, 40), 48, 0, bias=True),
+        _gather("ragged, batched", (3, 37, 24), 48, 1, batched=True),
+        _gather("ragged, batched, transposed", (2, 37, 24), 48, 0, batched=True, transposed=True),
+        _gather("ragged K", (37, 24), 40, 1, bias=True),
+        _gather("ragged K, batched", (3, 21, 24), 40, 2, batched=True),
+        _exchange("ragged heads", (2, 18, 3, 8), 40, 2, 1, k_dims=2, transposed=True),
     ]
 )
 
@@ -51,7 +60,7 @@ def by_tma(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", thorough_but(["rows", "K"], BOXES))
+@pytest.mark.parametrize("name", thorough_but(["rows", "K", "ragged, batched", "ragged heads"], BOXES))
 def test_chunks_and_w_by_tensor_descriptor(name: str, by_tma: list[Any]) -> None:
     group_size = 3 if name in ("heads", "batched, transposed") else 2
     check_calls(BOXES[name], group_size, dtype=torch.bfloat16)
@@ -87,8 +96,24 @@ def test_a_descriptor_has_the_slot_of_each_epoch(
 
 
 def test_chunks_that_are_no_boxes_are_loaded_by_pointer(by_tma: list[Any]) -> None:
-    """K, or the part of it in a run, is no multiple of the block."""
-    of_k = _gather("K", (5, 24), 11, 0), _gather("K gathered", (5, 24), 11, 1)
-    for problem in (*of_k, _exchange("run", (5, 2, 3, 8), 11, 2, 1, k_dims=2)):
+    """Rows of x or w begin at no multiples of 16 bytes, a run of K is no multiple of the block, w has parts in batches."""
+    of_k = _gather("K", (5, 22), 12, 0), _gather("N", (5, 24), 11, 1), _exchange("runs", (5, 2, 3, 8), 12, 3, 1, k_dims=2)
+    parts = _gather("parts", (3, 21, 24), 40, 2, batched=True, transposed=True)
+    for problem in (*of_k, parts):
         check_calls(problem, 2)
     assert not by_tma
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_part_of_k_does_not_reach_the_next(transposed: bool, by_tma: list[Any]) -> None:
+    """Each source's K ends within a block, and what w has behind it is infinite: 0 * inf would be NaN."""
+    exchange = shapes.all_gather_matmul((16, 24), [(48, 16)], 1, 2)
+    ranks = virtual_ranks(2, 2 * exchange.chunk_numel * 4)
+    (spans,) = exchange.rounds(1 << 40)
+    for rank in ranks:
+        launch_now.pack(torch.ones(16, 24), spans, rank, FINGERPRINT)
+    w = torch.ones(16, 48).T if transposed else torch.ones(48, 16)
+    w[24:] = torch.inf
+    out = torch.full(exchange.out_shapes[0], float("nan"))
+    launch_now.gather_matmul(out, w, None, spans, ranks[0], FINGERPRINT, end_round=True)
+    assert torch.isposinf(out).all() and by_tma

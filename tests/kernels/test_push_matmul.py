@@ -103,6 +103,7 @@ DESCRIBED = by_name(
         Problem("transposed w", (37, 40), 48, 0, 1, transposed=True),
         Problem("batched", (3, 37, 32), 48, 1, 2, batched=True),
         Problem("batched, transposed", (2, 37, 32), 24, 1, 0, batched=True, transposed=True),
+        Problem("ragged, batched, transposed", (2, 37, 24), 24, 1, 0, batched=True, transposed=True),
     ]
 )
 
@@ -164,9 +165,7 @@ def test_tma_loads_begin_at_multiples_of_16_bytes(
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """K is no multiple of BLOCK_K: behind K of one batch lies the next batch, which is infinite here."""
-    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
-    monkeypatch.setattr(tiles, "BLOCK_K", 16)
-    monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(16, 16, 16, 2, 4, 1))
+    described = by_tma(monkeypatch, TileConfig(16, 16, 16, 2, 4, 1))
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
     w[1] = math.inf
     exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, 1, 2, 1)
@@ -175,7 +174,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
     (spans,) = exchange.rounds(1 << 40)
     launch_now.push(x, w, None, spans, rank, FINGERPRINT)
     launch_now.unpack(out, spans, rank, FINGERPRINT)
-    assert (out[0] == 24).all() and torch.isinf(out[1]).all()
+    assert (out[0] == 24).all() and torch.isinf(out[1]).all() and described
 
 
 def test_a_chunk_is_signalled_when_all_programs_have_stored_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,9 @@ def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
         ((100, 128), 0, True),
         ((100, 128), 1, True),
         ((100, 2, 128), 0, True),
-        ((100, 96), 0, False),  # a block of K would reach into the next row
-        ((100, 96), 1, False),
+        ((100, 96), 0, True),  # behind K lie zeros
+        ((100, 96), 1, True),
+        ((100, 100), 0, False),  # rows begin at multiples of 8 bytes
         ((2**29, 64), 0, True),
         ((2**30, 64), 0, False),  # rows of all sources are indexed by int32
         ((100, 0), 0, False),
@@ -60,7 +61,7 @@ def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
 def test_chunks_of_whole_blocks_have_a_descriptor(shape: tuple[int, ...], gather_dim: int, described: bool) -> None:
     exchange = shapes.all_gather_matmul(shape, [(shape[-1] * (2 if gather_dim == 1 else 1), 8)], gather_dim, 2)
     (spans,) = exchange.rounds(1 << 62)
-    assert descriptors.can_describe_slots(spans, 2) == described
+    assert descriptors.can_describe_slots(spans, 2, 2) == described
 
 
 @pytest.mark.parametrize("transposed", [False, True])
