@@ -13,6 +13,7 @@ INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
 BLOCK_K = 64  # block_k is this, or a divisor of it, in all tiles that descriptors load
 _MAX_POINTER_N = 128
 _MAX_ELEMENT_N = 64
+_MAX_ELEMENT_K = 32
 _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
 
 
@@ -112,7 +113,9 @@ def matmul_config(
         most_n = _MAX_ELEMENT_N if by_pointer and not aligned else _MAX_POINTER_N
         return config.block_n <= most_n or not (by_pointer or shape.shift)
 
-    return min((each for each in table if fits(each.config)), key=lambda each: cost(each, shape, num_programs)).config
+    found = min((each for each in table if fits(each.config)), key=lambda each: cost(each, shape, num_programs)).config
+    by_element = not aligned and not (describable and boxes(found, shape))
+    return found._replace(block_k=min(found.block_k, _MAX_ELEMENT_K)) if by_element else found
 
 
 def cost(rated: Rated, shape: Shape, num_programs: int) -> int:

@@ -45,19 +45,19 @@ def tile_range(tile, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
 
 
 @triton.jit
-def column_range(tile, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, SHIFT: tl.constexpr):
+def column_range(tile, peer, span, BLOCK: tl.constexpr, TRAITS: tl.constexpr):
     """First index of a tile of columns, and the indices from and before which it is stored.
 
-    A TMA load begins at a multiple of 16 bytes, or ends the context. So with SHIFT a tile begins up to SHIFT indices
-    before its run, in columns of a neighbour, where the index in w is a multiple of SHIFT + 1.
+    A TMA load begins at a multiple of 16 bytes, or ends the context. So with a shift a tile begins up to so many
+    indices before its run, in columns of a neighbour, where the index in w is a multiple of shift + 1.
     """
-    if SHIFT == 0:
-        first, end = tile_range(tile, span, BLOCK, IN_RUNS)
+    if TRAITS.shift == 0:
+        first, end = tile_range(tile, span, BLOCK, TRAITS.columns_in_runs)
         begin = first
     else:
-        tiles_in_run = tl.cdiv(span.inner + SHIFT, BLOCK)
+        tiles_in_run = tl.cdiv(span.inner + TRAITS.shift, BLOCK)
         begin = (tile // tiles_in_run) * span.inner
-        shift = (span_index(begin, peer, span) % (SHIFT + 1)).to(tl.int32)
+        shift = in_units((span_index(begin, peer, span) % (TRAITS.shift + 1)).to(tl.int32), TRAITS.n_unit)
         first = begin + (tile % tiles_in_run) * BLOCK - shift
         end = min(begin + span.inner, span.size)
     return first, begin, end

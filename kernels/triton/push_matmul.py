@@ -35,7 +35,7 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
     dst_rank, b, tile_m, tile_n = tile
     batch = span_index(b, dst_rank, spans.batches)
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
-    j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
+    j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS)
     x_mask = i + tl.arange(0, TILE.block_m) < i_end
     w_mask = j + tl.arange(0, TILE.block_n) < j_end
     if TRAITS.by_tma:
@@ -57,7 +57,7 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.
     _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
-    j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs, TRAITS.shift)
+    j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS)
     part = chunk + (tl.cast(b, tl.int64) * rows.size + i) * columns.size
     offsets = tl.arange(0, TILE.block_m)
     mask = offsets < i_end - i

@@ -223,6 +223,9 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "push pointers", PushRound((16384,), 4100, 8192, 0, 1, bias=True).push
     yield "push batched ragged", PushRound((16, 4096), 4104, 8192, 1, 2, batched=True).push
     yield "push cut anywhere", PushRound((4096,), 4096, GROUP_SIZE * 2098, 0, 1, bias=True).push
+    yield "push cut at fours", PushRound((4096,), 4096, GROUP_SIZE * 524, 0, 1, bias=True).push
+    yield "push of eights", PushRound((4104,), 4104, GROUP_SIZE * 1032, 0, 1, bias=True).push
+    yield "push odd", PushRound((4096,), 4101, GROUP_SIZE * 2099, 0, 1, bias=True).push
     yield "push rows scattered", PushRound((1024, 16), 4096, 8192, 2, 1).push
     for m in (4096, 2048, 1024, 256):  # smaller and smaller tiles
         yield f"push {m} rows", PushRound((m,), 4096, 1024, 0, 1, bias=True).push
@@ -252,10 +255,13 @@ def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "gather rows transposed bias", dataclasses.replace(TOKENS, transposed=True, bias=True).gather
     yield "gather rows batched fp16", GatherRound((16, 1024, 4096), 8192, 1, batched=True, dtype=torch.float16).gather
     yield "gather first of two", dataclasses.replace(TOKENS, end_round=False).gather
+    yield "gather of eights", GatherRound((4096, 4104), 8200, 0, bias=True).gather
+    yield "gather odd", GatherRound((4096, 4101), 8201, 0, bias=True).gather
     yield "gather ragged", GatherRound((4096, 4100), 8200, 0, bias=True).gather
     yield "gather K", ULYSSES.gather
     yield "gather K transposed bias", dataclasses.replace(ULYSSES, transposed=True, bias=True).gather
     yield "gather K short runs", GatherRound((4, 4096, 128, 16), 4096, 3, 1).gather
+    yield "gather K of eights", GatherRound((1024, 1032), 4104, 1, bias=True).gather
     yield "gather K 1024 rows", GatherRound((1024, 1024), 1024, 1, bias=True).gather
     for m in (512, 256, 64):  # smaller and smaller tiles
         yield f"gather {m} rows", GatherRound((m, 4096), 1024, 0, bias=True).gather
