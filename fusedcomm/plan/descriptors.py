@@ -24,7 +24,7 @@ def can_describe_x(s: Builder, x: Tensor) -> bool:
 
 
 def can_describe_w(s: Builder, w: Tensor, num_parts: int = 1) -> bool:
-    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous, each of the parts of K by itself."""
+    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous, each part of K by itself."""
     view = _view_of(w, num_parts)
     if view is None:
         return False
@@ -38,7 +38,7 @@ def can_describe_w(s: Builder, w: Tensor, num_parts: int = 1) -> bool:
 
 
 def _view_of(w: Tensor, num_parts: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shape of w's descriptor, and its strides but the last, 1. Rows that overlap, as in an expanded tensor, have none.
+    """The shape of w's descriptor, and its strides but the last, 1. None for rows that overlap, as in an expanded tensor.
 
     Batches lie below one another where no block of K ends early. Otherwise such a block would reach into the next
     batch, or the next source's part of K. Then these have a dim in front, and behind the end of each lie zeros.

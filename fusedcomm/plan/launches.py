@@ -65,6 +65,7 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
         num_k % config.block_k == 0,
         s.device.allow_tf32,
         shift=shape.shift if use_tma else 0,
+        one_batch=spans.batches.size == 1,
         n_unit=unit(x.itemsize, num_n, *spans.columns),
         **_loaded_units(w, use_tma),
     )
@@ -73,7 +74,7 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
         *_weights(s, w, bias, config, use_tma),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
-    num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
+    num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count, config.per_sm)
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma)}
     _launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
 
@@ -128,6 +129,7 @@ def gather_matmul(
         split_k,
         own,
         end_round,
+        one_batch=spans.batches.size == 1,
         n_unit=unit(w.itemsize, num_n),
         **_loaded_units(w, use_tma, *spans.columns),
     )
@@ -145,7 +147,7 @@ def gather_matmul(
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
-    num_programs = _num_programs(s, "gather", num_tiles * shape.count)
+    num_programs = _num_programs(s, "gather", num_tiles * shape.count, config.per_sm)
     _launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
 
 
@@ -276,9 +278,9 @@ def _launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ..
     s.add(Launch(kernel, num_programs, arguments, tuple(options.items())))
 
 
-def _num_programs(s: Builder, kind: str, num_tiles: int, in_sm: int = 1) -> int:
+def _num_programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int:
     assert num_tiles <= _MOST_TILES, f"a kernel counts at most {_MOST_TILES} tiles, got {num_tiles}"
-    return min(in_sm * s.device.num_programs(kind), num_tiles)
+    return min(s.device.num_programs(kind) * per_sm, num_tiles)
 
 
 def _zeros(s: Builder, x: Tensor, *shape: int) -> Tensor:
@@ -340,7 +342,7 @@ def _copies(s: Builder, kernel: str, t: Tensor, span: Span, kind: str, traits: b
     _launch(s, kernel, num_programs, arguments, num_warps=config.num_warps)
 
 
-def _in_whole_blocks(columns: Span, block_k: int, in_runs: bool) -> bool:
+def _in_whole_blocks(columns: Span, block_k: int, in_runs: int) -> bool:
     """Whether no block of K ends early."""
     return columns.size == 0 or columns.inner % block_k == 0 or (not in_runs and columns.size % block_k == 0)
 

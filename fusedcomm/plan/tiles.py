@@ -10,8 +10,10 @@ import torch
 from fusedcomm.kernels.triton.bundles import CopyConfig, Span, TileConfig
 
 INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
-BLOCK_K = 64  # block_k is this, or a divisor of it, in all tiles that descriptors load
+BLOCK_K = 128  # block_k is this, or a divisor of it, in all tiles that descriptors load
 _MAX_POINTER_N = 128
+_MAX_POINTER_K = 64
+_ELEMENTS_OF_WARP = 2048
 _MAX_ELEMENT_N = 64
 _MAX_ELEMENT_K = 32
 _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
@@ -34,7 +36,7 @@ class Shape:
 
 
 class Rated(NamedTuple):
-    """A tile, and what it costs a multiprocessor: nanoseconds for a step of block_k, and for the rest of a tile."""
+    """A tile, and nanoseconds of a multiprocessor for a step of block_k of its blocks, and for the rest of their tiles."""
 
     config: TileConfig
     step: int
@@ -42,21 +44,26 @@ class Rated(NamedTuple):
 
 
 # The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row.
-# Only ratios within a table count. Those of sm_90 are an H200's, the others follow from the peak of the tensor cores.
-_HOPPER = (
-    Rated(TileConfig(128, 256, 64, 8, 8, 4, halves=True), 655, 2400),
-    Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 400, 1600),
-    Rated(TileConfig(64, 128, 64, 8, 4, 4), 250, 1200),
-    Rated(TileConfig(64, 64, 64, 8, 4, 4), 200, 1000),
-)
+# Only ratios within a table count. Those of sm_90 were measured on an H200, the others follow from the peak of the tensor
+# cores.
 _HALF: dict[int, tuple[Rated, ...]] = {
     80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
         Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 730, 2000),
         Rated(TileConfig(64, 128, 64, 8, 4, 3), 430, 1500),
         Rated(TileConfig(64, 64, 64, 8, 4, 3), 260, 1200),
     ),
-    90: _HOPPER,
-    100: _HOPPER,
+    90: (
+        Rated(TileConfig(128, 256, 64, 8, 8, 4, halves=True), 643, 2450),
+        Rated(TileConfig(128, 128, 64, 8, 4, 4, halves=True), 352, 1110),
+        Rated(TileConfig(64, 128, 128, 8, 4, 4), 428, 1140),
+        Rated(TileConfig(64, 64, 128, 8, 4, 4), 321, 700),
+    ),
+    100: (
+        Rated(TileConfig(128, 256, 64, 8, 8, 4, halves=True), 643, 2450),
+        Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 364, 1450),
+        Rated(TileConfig(64, 128, 64, 8, 4, 4), 272, 570),
+        Rated(TileConfig(64, 64, 64, 8, 4, 4), 255, 300),
+    ),
 }
 _TF32 = (
     Rated(TileConfig(128, 128, 32, 8, 8, 3, halves=True), 400, 2400),
@@ -68,11 +75,11 @@ _FP32 = (  # no tensor cores
 )
 
 
-def in_runs(span: Span, block: int) -> bool:
-    """Whether tiles stop at the end of each run of ``inner`` indices, so that a tile's indices are consecutive."""
+def in_runs(span: Span, block: int) -> int:
+    """Whether tiles stop at the end of each run, so that a tile's indices are consecutive, as Traits have it."""
     if span.inner >= span.size:
-        return True
-    return -(-span.inner // block) * block <= _MAX_RUN_WASTE * span.inner
+        return 2
+    return int(-(-span.inner // block) * block <= _MAX_RUN_WASTE * span.inner)
 
 
 def num_tiles(config: TileConfig, shape: Shape) -> int:
@@ -82,7 +89,7 @@ def num_tiles(config: TileConfig, shape: Shape) -> int:
     return shape.num_batches * num_m * num_cuts(shape.columns, config.block_n, stops, shape.shift)
 
 
-def num_cuts(span: Span, block: int, stops: bool, shift: int = 0) -> int:
+def num_cuts(span: Span, block: int, stops: int, shift: int = 0) -> int:
     """Tiles of a Span, which may stop at the end of each run: as kernels/triton/matmul.py:num_tiles counts them."""
     return -(-span.size // span.inner) * -(-(span.inner + shift) // block) if stops else -(-span.size // block)
 
@@ -114,14 +121,18 @@ def matmul_config(
         return config.block_n <= most_n or not (by_pointer or shape.shift)
 
     found = min((each for each in table if fits(each.config)), key=lambda each: cost(each, shape, num_programs)).config
-    by_element = not aligned and not (describable and boxes(found, shape))
-    return found._replace(block_k=min(found.block_k, _MAX_ELEMENT_K)) if by_element else found
+    by_pointer = not (describable and boxes(found, shape))
+    if by_pointer or shape.shift:
+        found = found._replace(num_warps=max(found.num_warps, found.block_m * found.block_n // _ELEMENTS_OF_WARP))
+    if by_pointer:
+        found = found._replace(block_k=min(found.block_k, _MAX_POINTER_K if aligned else _MAX_ELEMENT_K))
+    return found
 
 
 def cost(rated: Rated, shape: Shape, num_programs: int) -> int:
     """Nanoseconds that the programs take: as long as the one with most tiles."""
     config = rated.config
-    waves = -(-num_tiles(config, shape) * shape.count // num_programs)
+    waves = -(-num_tiles(config, shape) * shape.count // (num_programs * config.per_sm))
     return waves * (shape.num_parts * -(-shape.k // config.block_k) * rated.step + rated.rest)
 
 

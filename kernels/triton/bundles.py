@@ -86,7 +86,8 @@ class Sizes(NamedTuple):
 class TileConfig(NamedTuple):
     """TILE: a CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
 
-    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory.
+    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory. ``per_sm``: blocks
+    that run on a multiprocessor, so that one multiplies while another stores.
     """
 
     block_m: int
@@ -96,6 +97,7 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     halves: bool = False
+    per_sm: int = 1
 
 
 class CopyConfig(NamedTuple):
@@ -118,13 +120,15 @@ class Traits(NamedTuple):
 
     by_tma: bool  # x and w are descriptors, not pointers
     w_transposed: bool  # K is contiguous, not N
-    rows_in_runs: bool  # no tile crosses the end of a run of consecutive indices
-    columns_in_runs: bool
+    # Tiles cross the ends of runs of consecutive indices (0), or end there (1), or there is one run (2).
+    rows_in_runs: int
+    columns_in_runs: int
     even_k: bool  # no block of K ends early
     allow_tf32: bool
     split_k: bool = False  # the ranks' chunks are parts of K, not of the rows
     own: bool = True  # a gather takes this rank's chunk too; otherwise its rows of the result are there
     end_round: bool = False  # no kernel of this round follows
+    one_batch: bool = False
     shift: int = 0  # the first tile of a run of columns begins up to so many before it, at a multiple of shift + 1 in w
     # What Triton does not see of the numbers that addresses are made of: all are multiples of so many elements.
     k_unit: int = 1  # K, and the columns of a gathered chunk

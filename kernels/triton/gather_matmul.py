@@ -27,13 +27,13 @@ def _store(acc, out_ptr, bias_ptr, tile, src_rank, spans, sizes, TILE: tl.conste
     """Store a tile of src_rank's chunk, with the bias, to its rows of out."""
     b, tile_m, tile_n = tile
     N = sizes.N
-    batch = span_index(b, src_rank, spans.batches)
+    batch = span_index(b, src_rank, spans.batches, TRAITS.one_batch)
     i, i_end = tile_range(tile_m, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     at = batch * sizes.M + tile_indices(i, src_rank, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     mask = tl.arange(0, TILE.block_m) < i_end - i
     columns = Span(N, 0, N, 0, 0)
     j = tile_n * TILE.block_n
-    store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, 0, columns, True, TILE.halves)
+    store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, 0, columns, 2, TILE.halves)
 
 
 @triton.jit
@@ -54,17 +54,15 @@ def _poison(
     nan = tl.full((TILE.block_m, TILE.block_n), float("nan"), tl.float32)
     for tile in range(tl.program_id(0), num_all, tl.num_programs(0)):
         src_rank = source_rank(tile // tiles_in_chunk, rank, LAYOUT)
-        at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE.group_m)
+        at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE, TRAITS)
         _store(nan, out_ptr, None, at, src_rank, spans, sizes, TILE, TRAITS)
 
 
 @triton.jit
-def _operands(
-    x, slot, w, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr
-):
+def _operands(x, slot, w, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """The Operands of a tile of src_rank's chunk. x: descriptor of the slots, or pointer to the slot."""
     b, tile_m, tile_n = tile
-    batch = span_index(b, src_rank, spans.batches)
+    batch = span_index(b, src_rank, spans.batches, TRAITS.one_batch)
     i, i_end = tile_range(tile_m, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     offsets = tl.arange(0, TILE.block_m)
     x_mask = offsets < i_end - i
@@ -110,7 +108,8 @@ def _add_sources(
             row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)
             a = load_x_box(x, (x_rows[0], row), k)
             if len(w.block_shape) == 2:
-                b = load_box(w, w_row, span_index(k, src_rank, columns).to(tl.int32), w_columns, TRAITS.w_transposed)
+                at = span_index(k, src_rank, columns, TRAITS.columns_in_runs == 2).to(tl.int32)
+                b = load_box(w, w_row, at, w_columns, TRAITS.w_transposed)
             else:
                 b = load_box(w, w_row + src_rank, k, w_columns, TRAITS.w_transposed)
         else:
@@ -173,7 +172,7 @@ def gather_matmul_kernel(
             tl.assume(num_blocks > 0)
         # The first tile takes the sources as they arrive; after it, all are there.
         acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
-        at = tile_of_chunk(program, num_m, num_n, TILE.group_m)
+        at = tile_of_chunk(program, num_m, num_n, TILE, TRAITS)
         operands = _operands(x, slot, w, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
         for step in range(LAYOUT.group_size):
             round = next_round(segments_ptr, rank, fingerprint)
@@ -186,7 +185,7 @@ def gather_matmul_kernel(
         num_left = tl.where(failed, 0, num_all)
         for tile in tl.range(program + num_programs, num_left, num_programs, flatten=TRAITS.by_tma):
             acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
-            at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
+            at = tile_of_chunk(tile, num_m, num_n, TILE, TRAITS)
             operands = _operands(x, slot, w, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
             acc = _add_sources(acc, 0, num_blocks, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
             _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
@@ -207,7 +206,7 @@ def gather_matmul_kernel(
             first = (program + num_programs - before % num_programs) % num_programs
             num_left = tl.where(failed, 0, tiles_in_chunk)
             for tile in tl.range(first, num_left, num_programs, flatten=TRAITS.by_tma):
-                at = tile_of_chunk(tile, num_m, num_n, TILE.group_m)
+                at = tile_of_chunk(tile, num_m, num_n, TILE, TRAITS)
                 operands = _operands(x, slot, w, at, src_rank, spans, sizes, LAYOUT, TILE, TRAITS)
                 acc = matmul_tile(operands, spans.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
                 _store(acc, out_ptr, bias_ptr, at, src_rank, spans, sizes, TILE, TRAITS)

@@ -9,7 +9,7 @@ from fusedcomm.kernels.triton.primitives import INTERPRET, in_units, rounded, sp
 
 @triton.jit
 def sizes_in_units(sizes, COLUMNS: tl.constexpr, TRAITS: tl.constexpr):
-    """``sizes`` in a form that says what they are multiples of; a chunk has whole rows of columns, multiples of COLUMNS."""
+    """``sizes`` in a form that says what they are multiples of; COLUMNS divides the columns of a chunk."""
     M, N, K, w_stride_batch, w_stride_k, w_stride_n, chunk_numel, slot_bytes = sizes
     w_unit: tl.constexpr = TRAITS.w_unit
     return Sizes(
@@ -26,14 +26,16 @@ def sizes_in_units(sizes, COLUMNS: tl.constexpr, TRAITS: tl.constexpr):
 
 @triton.jit
 def num_tiles(span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr, SHIFT: tl.constexpr = 0):
-    """The number of tiles of a Span. With IN_RUNS none crosses the end of a run of ``inner`` consecutive indices."""
-    return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner + SHIFT, BLOCK) if IN_RUNS else tl.cdiv(span.size, BLOCK)
+    """The number of tiles of a Span, which end at the ends of its runs if IN_RUNS (Traits)."""
+    several: tl.constexpr = IN_RUNS == 1
+    num_runs = tl.cdiv(span.size, span.inner) if several else 1
+    return num_runs * tl.cdiv((span.inner if several else span.size) + SHIFT, BLOCK)
 
 
 @triton.jit
 def tile_range(tile, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
     """First index of a tile of a Span, and the index before which it ends."""
-    if IN_RUNS:
+    if IN_RUNS == 1:
         tiles_in_run = tl.cdiv(span.inner, BLOCK)
         run_first = (tile // tiles_in_run) * span.inner
         first = run_first + (tile % tiles_in_run) * BLOCK
@@ -64,23 +66,24 @@ def column_range(tile, peer, span, BLOCK: tl.constexpr, TRAITS: tl.constexpr):
 
 
 @triton.jit
-def column_index(first, begin, peer, span):
+def column_index(first, begin, peer, span, IN_RUNS: tl.constexpr):
     """Index in w of a tile's first column, which may be outside of the run that begins at ``begin``."""
-    return span_index(begin, peer, span) + (first - begin)
+    return span_index(begin, peer, span, IN_RUNS == 2) + (first - begin)
 
 
 @triton.jit
 def tile_indices(first, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
     """Where the indices of a tile lie [BLOCK], 64 bits wide; in a run the compiler sees that they are consecutive."""
     offsets = tl.arange(0, BLOCK)
-    return span_index(first, peer, span) + offsets if IN_RUNS else span_index(first + offsets, peer, span)
+    return span_index(first, peer, span, IN_RUNS == 2) + offsets if IN_RUNS else span_index(first + offsets, peer, span)
 
 
 @triton.jit
-def tile_of_chunk(tile, num_m, num_n, GROUP_M: tl.constexpr):
+def tile_of_chunk(tile, num_m, num_n, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """The batch, tile row and tile column of a tile."""
-    tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)
-    return tile // (num_m * num_n), tile_m, tile_n
+    batch = tile * 0 if TRAITS.one_batch else tile // (num_m * num_n)
+    tile_m, tile_n = tile_coords(tile - batch * (num_m * num_n), num_m, num_n, TILE.group_m)
+    return batch, tile_m, tile_n
 
 
 @triton.jit
@@ -101,8 +104,8 @@ def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
 def matmul_tile(operands, K, w_stride_k, w_stride_n, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]. Where a mask is false, the result can be anything.
 
-    Descriptors fill what lies beyond K with zeros. Where BLOCK_K does not divide K, batches of w have a dim of their own
-    in its descriptor: with the batches below one another, zeros of x would meet the next one (0 * inf is NaN).
+    Descriptors fill what lies beyond K with zeros. Where BLOCK_K does not divide K, w's descriptor has a dim for the
+    batches: if they lay below one another, zeros of x would meet the next one (0 * inf is NaN).
     """
     x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
     acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
@@ -133,11 +136,8 @@ def load_x_box(x, rows, k):
 @triton.jit
 def row_of_batch(w, batch, sizes, W_TRANSPOSED: tl.constexpr, PARTS: tl.constexpr = 1):
     """Where a batch begins in w's descriptor: at a row, or at an index in front, in which it has PARTS of K."""
-    if len(w.block_shape) == 2:
-        row = batch * (sizes.N if W_TRANSPOSED else sizes.K)
-    else:
-        row = batch * PARTS
-    return row.to(tl.int32)
+    rows = sizes.N if W_TRANSPOSED else sizes.K
+    return (batch * (rows if len(w.block_shape) == 2 else PARTS)).to(tl.int32)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _store_part(
         mask &= offsets >= j_begin - j
     if bias_ptr is not None:
         if SHIFT > 0:
-            at = column_index(j, j_begin, peer, columns) + offsets
+            at = column_index(j, j_begin, peer, columns, IN_RUNS) + offsets
         else:
             at = tile_indices(j, peer, columns, BLOCK_N, IN_RUNS)
         acc += tl.load(bias_ptr + at, mask, other=0.0).to(tl.float32)[None, :]

@@ -21,10 +21,10 @@ from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
 
 
 @triton.jit
-def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank."""
     dst_rank = (rank + 1 + tile // tiles_in_chunk) % LAYOUT.group_size
-    batch, tile_m, tile_n = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE.group_m)
+    batch, tile_m, tile_n = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE, TRAITS)
     return dst_rank, batch, tile_m, tile_n
 
 
@@ -33,13 +33,14 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
     """A tile of a chunk in fp32 [BLOCK_M, BLOCK_N], without the bias; ``tile`` is from _find."""
     _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
-    batch = span_index(b, dst_rank, spans.batches)
+    batch = span_index(b, dst_rank, spans.batches, TRAITS.one_batch)
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
     j, j_begin, j_end = column_range(tile_n, dst_rank, columns, TILE.block_n, TRAITS)
     x_mask = i + tl.arange(0, TILE.block_m) < i_end
     w_mask = j + tl.arange(0, TILE.block_n) < j_end
     if TRAITS.by_tma:
-        row, column = span_index(i, dst_rank, rows), column_index(j, j_begin, dst_rank, columns)
+        row = span_index(i, dst_rank, rows, TRAITS.rows_in_runs == 2)
+        column = column_index(j, j_begin, dst_rank, columns, TRAITS.columns_in_runs)
         x_rows, w_columns = (batch * sizes.M + row).to(tl.int32), column.to(tl.int32)
         w_row = row_of_batch(w, batch, sizes, TRAITS.w_transposed)
     else:
@@ -101,13 +102,13 @@ def push_matmul_kernel(
     stored_rank = rank
     # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
     for tile in tl.range(tl.program_id(0), num_all, num_programs, flatten=TRAITS.by_tma):
-        computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
+        computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
         acc = _multiply(x, w, computed, spans, sizes, TILE, TRAITS)
 
         # The stored tile is found again from a counter of its own, so that the next tile's loads do not depend on this
         # tile's store.
         stored_tile += num_programs
-        stored = _find(stored_tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE)
+        stored = _find(stored_tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
         dst_rank = stored[0]
         # A finished chunk is reported one tile late: its stores have landed by now, so the release
         # does not stall.

@@ -229,6 +229,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "push rows scattered", PushRound((1024, 16), 4096, 8192, 2, 1).push
     for m in (4096, 2048, 1024, 256):  # smaller and smaller tiles
         yield f"push {m} rows", PushRound((m,), 4096, 1024, 0, 1, bias=True).push
+        yield f"push {m} rows transposed", PushRound((m,), 4096, 1024, 0, 1, transposed=True, bias=True).push
     single = PushRound((4096,), 1024, 4096, 0, 1, bias=True, dtype=torch.float32)
     yield "push fp32", single.push
     yield "push tf32", lambda: with_tf32(single.push)
@@ -265,6 +266,7 @@ def gathers() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "gather K 1024 rows", GatherRound((1024, 1024), 1024, 1, bias=True).gather
     for m in (512, 256, 64):  # smaller and smaller tiles
         yield f"gather {m} rows", GatherRound((m, 4096), 1024, 0, bias=True).gather
+        yield f"gather {m} rows transposed", GatherRound((m, 4096), 1024, 0, transposed=True, bias=True).gather
     single = dataclasses.replace(TOKENS, dtype=torch.float32, bias=True)
     yield "gather fp32", single.gather
     yield "gather tf32", lambda: with_tf32(single.gather)
