@@ -38,7 +38,7 @@ def can_describe_w(s: Builder, w: Tensor, num_parts: int = 1) -> bool:
 
 
 def _view_of(w: Tensor, num_parts: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shape of w's descriptor, and its strides but the last, 1. None for rows that overlap, as in an expanded tensor.
+    """The shape of w's descriptor, and its strides but the last, 1. None if rows overlap, as in an expanded tensor.
 
     Batches lie below one another where no block of K ends early. Otherwise such a block would reach into the next
     batch, or the next source's part of K. Then these have a dim in front, and behind the end of each lie zeros.

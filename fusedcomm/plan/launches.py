@@ -15,7 +15,6 @@ from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Span
 from fusedcomm.plan import tiles
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.descriptors import (
-    are_multiples_of_16,
     can_describe_slots,
     can_describe_w,
     can_describe_x,
@@ -29,7 +28,7 @@ from fusedcomm.plan.descriptors import (
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 
-# Otherwise ptxas spills, to fit a second block per multiprocessor, which persistent grids never have.
+# Otherwise ptxas spills, to fit more blocks per multiprocessor than these persistent grids have.
 _ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
 _REGISTERS = 1 << 16  # of an SM
@@ -55,7 +54,8 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
     shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, s.group_size)
     if describable and s.device.has_tma:
         shape = replace(shape, shift=shift)
-    config = _matmul_config(s, x, shape, "push", describable, aligned=shift == 0)
+    numbers = () if w.stride(2) != 1 else spans.columns
+    config = _matmul_config(s, x, shape, "push", describable, _aligned(w, num_k, *numbers))
     use_tma = s.device.has_tma and describable and tiles.boxes(config, shape)
     traits = Traits(
         use_tma,
@@ -76,6 +76,8 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
     )
     num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count, config.per_sm)
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma)}
+    if config.num_warps < 8:  # more leave no room for a block that ptxas would make
+        options["maxnreg"] = _ALL_REGISTERS
     _launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
 
 
@@ -115,8 +117,7 @@ def gather_matmul(
     num_parts = s.group_size if split_k else 1
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
     describable = can_describe_slots(spans, s.group_size, w.itemsize) and can_describe_w(s, w, num_parts)
-    aligned = are_multiples_of_16(spans.columns.size * w.itemsize, row_step(w) * w.itemsize)
-    config = _matmul_config(s, out, shape, "gather", describable, aligned)
+    config = _matmul_config(s, out, shape, "gather", describable, _aligned(w, *spans.columns))
     use_tma = s.device.has_tma and describable
     in_runs = tiles.in_runs(spans.columns, config.block_k)
     traits = Traits(
@@ -301,6 +302,11 @@ def _weights(
     s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool, num_parts: int = 1
 ) -> tuple[Any, Place | None]:
     return describe_w(s, w, config, num_parts) if use_tma else s.place(w), _vector(s, bias)
+
+
+def _aligned(w: Tensor, *numbers: int) -> bool:
+    """Whether loads by pointer can take 8 bytes: all rows of w, and all of these numbers of elements, are multiples."""
+    return all(number * w.itemsize % 8 == 0 for number in (row_step(w), *numbers))
 
 
 def _loaded_units(w: Tensor, use_tma: bool, *columns: int) -> dict[str, int]:

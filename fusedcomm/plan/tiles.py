@@ -13,9 +13,8 @@ INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
 BLOCK_K = 128  # block_k is this, or a divisor of it, in all tiles that descriptors load
 _MAX_POINTER_N = 128
 _MAX_POINTER_K = 64
-_ELEMENTS_OF_WARP = 2048
+_ELEMENTS_OF_WARP = 2048  # most of a tile whose loads or stores take registers
 _MAX_ELEMENT_N = 64
-_MAX_ELEMENT_K = 32
 _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
 
 
@@ -36,7 +35,7 @@ class Shape:
 
 
 class Rated(NamedTuple):
-    """A tile, and nanoseconds of a multiprocessor for a step of block_k of its blocks, and for the rest of their tiles."""
+    """A tile, and nanoseconds of a multiprocessor for a step of block_k, and for the rest of a tile."""
 
     config: TileConfig
     step: int
@@ -44,8 +43,7 @@ class Rated(NamedTuple):
 
 
 # The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row.
-# Only ratios within a table count. Those of sm_90 were measured on an H200, the others follow from the peak of the tensor
-# cores.
+# Only ratios within a table count. Those of sm_90 are an H200's, the others follow from the peak of the tensor cores.
 _HALF: dict[int, tuple[Rated, ...]] = {
     80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
         Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 730, 2000),
@@ -105,9 +103,9 @@ def matmul_config(
 ) -> TileConfig:
     """The tile that takes the programs the least time; the larger one of equals.
 
-    ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: rows begin at
-    addresses that vector loads need. Loads by pointer need registers that the widest tiles do not leave, as do the
-    masked stores of shifted tiles, and loads of single elements need even more.
+    ``describable``: tensor descriptors can load w, and x if the kernel has one for it. ``aligned``: loads by pointer
+    take 8 bytes or more. They need registers that the widest tiles do not leave, as do the masked stores of shifted
+    tiles, and loads of fewer bytes need even more.
     """
     if arch == INTERPRETER:
         m, n = _fitting(shape.rows.size, 64), _fitting(shape.columns.size, 64)
@@ -123,10 +121,9 @@ def matmul_config(
     found = min((each for each in table if fits(each.config)), key=lambda each: cost(each, shape, num_programs)).config
     by_pointer = not (describable and boxes(found, shape))
     if by_pointer or shape.shift:
-        found = found._replace(num_warps=max(found.num_warps, found.block_m * found.block_n // _ELEMENTS_OF_WARP))
-    if by_pointer:
-        found = found._replace(block_k=min(found.block_k, _MAX_POINTER_K if aligned else _MAX_ELEMENT_K))
-    return found
+        most = _ELEMENTS_OF_WARP if aligned or not by_pointer else _ELEMENTS_OF_WARP // 4
+        found = found._replace(num_warps=max(found.num_warps, found.block_m * found.block_n // most))
+    return found._replace(block_k=min(found.block_k, _MAX_POINTER_K)) if by_pointer else found
 
 
 def cost(rated: Rated, shape: Shape, num_programs: int) -> int:

@@ -86,8 +86,8 @@ class Sizes(NamedTuple):
 class TileConfig(NamedTuple):
     """TILE: a CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
 
-    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory. ``per_sm``: blocks
-    that run on a multiprocessor, so that one multiplies while another stores.
+    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory. ``per_sm``:
+    blocks that run on a multiprocessor, so that one multiplies while another stores.
     """
 
     block_m: int

@@ -39,6 +39,7 @@ RANK, GROUP_SIZE = 1, 4
 NUM_SMS = 132
 ARCHITECTURES = (80, 90, 100)
 
+WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16"}  # in bytes; words of the protocol are b64
 COUNTED = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05": r"\btcgen05\.mma",
@@ -46,8 +47,9 @@ COUNTED = {
     "tma_loads": r"\bcp\.async\.bulk\.tensor\.\dd\.shared",
     "tma_stores": r"\bcp\.async\.bulk\.tensor\.\dd\.global",
     "cp_async": r"\bcp\.async\.c[ag]\.shared",
-    "vector_loads": r"\bld\.global\.v4",
-    "vector_stores": r"\bst\.global\.v4",
+    **{f"loads_{size}": rf"\bld\.global\.{kind} " for size, kind in WIDTHS.items()},
+    **{f"copies_{size}": rf"\bcp\.async\.c[ag]\.shared\.global [^;]*, 0x{size:x}," for size in WIDTHS},
+    **{f"stores_{size}": rf"\bst\.global\.{kind} " for size, kind in WIDTHS.items()},
     "sleeps": r"\bnanosleep",
     "local": r"\b(ld|st)\.local",
 }

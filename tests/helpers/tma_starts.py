@@ -31,6 +31,11 @@ def _itemsize(descriptor: Any) -> int:
     return descriptor.place.dtype.itemsize if isinstance(descriptor, Described) else descriptor.base.itemsize
 
 
+def _has_parts(descriptor: Any) -> bool:
+    """Whether the sources' parts of K have a dim of their own."""
+    return len(descriptor.shape) == 3
+
+
 def _push_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     tile, traits, num_k = arguments["TILE"], arguments["TRAITS"], arguments["sizes"].K
     for k in range(0, num_k, tile.block_k):
@@ -46,9 +51,9 @@ def _gather_starts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for peer in range(arguments["LAYOUT"].group_size):
         for k in range(0, columns.size, tile.block_k):
             yield "slots", k
-            if traits.w_transposed and not traits.split_k:
+            if traits.w_transposed and (not traits.split_k or _has_parts(arguments["w"])):
                 yield "w", k
-        if traits.w_transposed and traits.split_k:
+        if traits.w_transposed and traits.split_k and not _has_parts(arguments["w"]):
             for start in _cut_starts(columns, peer, tile.block_k, 0):
                 yield "w", start
     if not traits.w_transposed:

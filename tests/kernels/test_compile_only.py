@@ -39,11 +39,13 @@ BOUNDED_PRODUCTS = {
         "can_describe_slots"
     ),
     "matmul.py: begin = (tile // tiles_in_run) * span.inner": "the columns of a chunk",
-    "matmul.py: return tl.cdiv(span.size, span.inner) * tl.cdiv(span.inner + SHIFT, BLOCK) if IN_RUNS"
-    " else tl.cdiv(span.size, BLOCK)": "the tiles of a chunk",
+    "matmul.py: return num_runs * tl.cdiv((span.inner if several else span.size) + SHIFT, BLOCK)": (
+        "the tiles of a chunk"
+    ),
     "matmul.py: run_first = (tile // tiles_in_run) * span.inner": "the rows or columns of a chunk",
-    "matmul.py: tile_m, tile_n = tile_coords(tile % (num_m * num_n), num_m, num_n, GROUP_M)": "the tiles of a batch",
-    "primitives.py: return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)": "i itself",
+    "matmul.py: batch = tile * 0 if TRAITS.one_batch else tile // (num_m * num_n)": "the tiles of a batch",
+    "matmul.py: tile_m, tile_n = tile_coords(tile - batch * (num_m * num_n), num_m, num_n, TILE.group_m)": "all tiles",
+    "primitives.py: at = first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)": "i itself",
     "push_matmul.py: at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap": "a chunk",
     "push_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "the tiles of a chunk",
 }
@@ -73,17 +75,48 @@ def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled, arch: int) -> N
         assert all(counts[instruction] > 0 for counts in found.values()), found
 
 
-def test_loads_are_tma_where_a_tile_is_a_box(compiled: Compiled, target: Target) -> None:
-    """Ragged strides, a ragged K, and short runs are loaded by pointer. Those loads fly ahead too, but not where Triton
-    leaves out their fence, nor where rows begin on less than 16 bytes in a gather: then single elements are loaded.
+# Bytes of each store of a result and of each load by pointer. Columns of "cut" are no multiples of 16 bytes, nor are
+# rows of x or w of "pointers", "ragged" and "odd".
+WIDTHS = {
+    "push": ({16}, {16}),
+    "push of eights": ({16}, {16}),
+    "push batched ragged": ({16}, {16}),
+    "push cut at fours": ({8}, {8, 16}),
+    "push cut anywhere": ({4}, {4, 16}),
+    "push pointers": ({16}, {8, 16}),
+    "push rows scattered": ({16}, {16}),
+    "push odd": ({2}, {2}),
+    "gather": ({16}, {16}),
+    "gather of eights": ({16}, {16}),
+    "gather K of eights": ({16}, {16}),
+    "gather K short runs": ({16}, {16}),
+    "gather ragged": ({16}, {8, 16}),
+    "gather odd": ({2}, {2}),
+}
+BY_POINTER = {"push pointers", "push rows scattered", "push odd", "gather ragged", "gather K short runs", "gather odd"}
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_loads_and_stores_are_as_wide_as_rows_allow(compiled: Compiled, target: Target, name: str) -> None:
+    """By TMA where rows of x and w begin at multiples of 16 bytes. Other loads fly ahead too, but not where Triton
+    leaves out their fence, nor where they are of 2 bytes.
     """
-    by_pointer = {"push pointers", "push batched ragged", "push rows scattered", "gather ragged", "gather K short runs"}
-    fenced = target.arch < 90 or target.triton != "3.6"
+    stored, loaded = WIDTHS[name]
+    counts = compiled[name]["counts"]
+    by_tma, fenced = target.arch >= 90 and name not in BY_POINTER, target.arch < 90 or target.triton != "3.6"
+    assert {size for size in (2, 4, 8, 16) if counts[f"stores_{size}"]} == stored
+    # both operands, in the prologue for num_stages - 1 tiles and in the loop
+    assert counts["tma_loads"] >= 6 if by_tma else counts["tma_loads"] == 0
+    assert (counts["cp_async"] > 0) == (not by_tma and fenced and loaded != {2})
+    if counts["cp_async"]:
+        assert {size for size in (2, 4, 8, 16) if counts[f"copies_{size}"]} == loaded
+    elif not by_tma:  # a bias takes 1 or 2 loads of 2 bytes, or some of 4
+        assert {size for size in (2, 8, 16) if counts[f"loads_{size}"] > 2} == loaded
+
+
+def test_tiles_are_loaded_by_tma(compiled: Compiled, arch: int) -> None:
     for name, counts in (pushes(compiled) | gathers(compiled)).items():
-        by_tma = target.arch >= 90 and name not in by_pointer
-        # both operands, in the prologue for num_stages - 1 tiles and in the loop
-        assert counts["tma_loads"] >= 6 if by_tma else counts["tma_loads"] == 0, name
-        assert (counts["cp_async"] > 0) == (not by_tma and fenced and name != "gather ragged"), name
+        assert (counts["tma_loads"] > 0) == (arch >= 90 and name not in BY_POINTER), name
 
 
 def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, arch: int) -> None:
@@ -94,15 +127,14 @@ def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, 
             assert kernel["loops"] == 1 + name.startswith("gather K"), name
 
 
-def test_results_leave_in_whole_vectors(compiled: Compiled) -> None:
-    at_least = {"push_matmul_kernel": 4, "unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4}
-    at_least |= {"gather_matmul_kernel": 8, "reduce_kernel": 2}  # one half of those poisons
+def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
+    at_least = {"unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4, "reduce_kernel": 2}
     for name, kernel in compiled.items():
-        if kernel["kernel"] in at_least and name not in ("push cut anywhere", "gather ragged", "wait"):
-            assert kernel["counts"]["vector_stores"] >= at_least[kernel["kernel"]], name
+        if kernel["kernel"] in at_least and name != "wait":
+            assert kernel["counts"]["stores_16"] >= at_least[kernel["kernel"]], name
         assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
     for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
-        assert compiled[name]["counts"]["vector_loads"] >= 4, name
+        assert compiled[name]["counts"]["loads_16"] >= 4, name
 
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:

@@ -96,14 +96,14 @@ def test_a_descriptor_has_the_slot_of_each_epoch(
 
 
 def test_chunks_that_are_no_boxes_are_loaded_by_pointer(by_tma: list[Any]) -> None:
-    """Rows of x or w begin at no multiples of 16 bytes, a run of K is no multiple of the block, w has parts in batches."""
-    of_k = (
+    """Rows of x or w begin elsewhere than at 16 bytes, runs of K end within a block, or w has parts in batches."""
+    problems = [
         _gather("K", (5, 22), 12, 0),
         _gather("N", (5, 24), 11, 1),
         _exchange("runs", (5, 2, 3, 8), 12, 3, 1, k_dims=2),
-    )
-    parts = _gather("parts", (3, 21, 24), 40, 2, batched=True, transposed=True)
-    for problem in (*of_k, parts):
+        _gather("parts", (3, 21, 24), 40, 2, batched=True, transposed=True),
+    ]
+    for problem in problems:
         check_calls(problem, 2)
     assert not by_tma
 

@@ -1,0 +1,57 @@
+"""The tile that the table of sm_90 gives a matmul, against what an H200 took with each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusedcomm.geometry.spans import Span
+from fusedcomm.kernels.triton.bundles import TileConfig
+from fusedcomm.plan import tiles
+
+H200_SMS = 132
+# Microseconds of a push to one rank by block_m and block_n, measured on 2026-11-26.
+MEASURED: dict[tuple[int, int, int], dict[tuple[int, int], float]] = {  # by M, N, K
+    (8192, 4096, 4096): {(128, 256): 351.95, (128, 128): 381.54, (64, 128): 478.04, (64, 64): 678.16},
+    (16384, 3072, 1024): {(128, 256): 156.12, (128, 128): 165.21, (64, 128): 217.8, (64, 64): 284.81},
+    (2048, 2048, 2048): {(128, 256): 28.26, (128, 128): 28.33, (64, 128): 31.74, (64, 64): 48.26},
+    (512, 4096, 4096): {(128, 256): 45.66, (128, 128): 27.5, (64, 128): 32.4, (64, 64): 48.43},
+    (128, 8192, 4096): {(128, 256): 45.97, (128, 128): 31.42, (64, 128): 24.95, (64, 64): 32.16},
+    (1024, 1024, 1024): {(128, 256): 17.16, (128, 128): 11.5, (64, 128): 9.23, (64, 64): 10.8},
+}
+
+
+def shape_of(m: int, n: int, k: int) -> tiles.Shape:
+    return tiles.Shape(1, Span(m, 0, m, 0, 0), Span(n, 0, n, 0, 0), k, 1)
+
+
+def chosen(m: int, n: int, k: int, describable: bool = True, aligned: bool = True) -> TileConfig:
+    return tiles.matmul_config(90, torch.bfloat16, shape_of(m, n, k), H200_SMS, describable, False, aligned)
+
+
+@pytest.mark.parametrize("sizes", MEASURED, ids=str)
+def test_the_fastest_tile_is_chosen(sizes: tuple[int, int, int]) -> None:
+    found = chosen(*sizes)
+    assert MEASURED[sizes][found.block_m, found.block_n] <= 1.01 * min(MEASURED[sizes].values())
+
+
+def test_costs_are_times() -> None:
+    """But for the start and the end of a kernel, 3.4 us, and where memory is what counts (few rows)."""
+    for sizes, times in MEASURED.items():
+        for rated in tiles._HALF[90] if sizes[0] > 128 else ():
+            config = rated.config
+            predicted = 3.4 + tiles.cost(rated, shape_of(*sizes), H200_SMS) / 1e3
+            assert predicted == pytest.approx(times[config.block_m, config.block_n], rel=0.15), (sizes, config)
+
+
+def test_waves_count() -> None:
+    """One tile more than multiprocessors takes a second wave, which smaller tiles do not."""
+    assert chosen(128 * 12, 256 * 11, 4096)[:2] == (128, 256)
+    assert chosen(128 * 12 + 1, 256 * 11, 4096)[:2] == (128, 128)
+
+
+def test_tiles_by_pointer_leave_registers() -> None:
+    """Operands and masks take them, single elements most of all."""
+    for aligned, widest, per_warp in ((True, 128, 2048), (False, 64, 512)):
+        found = chosen(8192, 8192, 4096, describable=False, aligned=aligned)
+        assert found.block_n <= widest and found.block_m * found.block_n <= per_warp * found.num_warps
