@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.geometry import shapes
 from fusedcomm.plan import launches, tiles
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls

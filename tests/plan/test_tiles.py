@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedcomm.geometry.spans import Span
-from fusedcomm.kernels.triton.bundles import TileConfig
+from fusedcomm.kernels.triton.bundles import Span, TileConfig
 from fusedcomm.plan import tiles
 
 H200_SMS = 132
