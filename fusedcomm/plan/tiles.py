@@ -135,7 +135,7 @@ def cost(rated: Rated, shape: Shape, num_programs: int) -> int:
 
 def boxes(config: TileConfig, shape: Shape) -> bool:
     """Whether every tile is one box of x and one of w, as tensor descriptors load them."""
-    return in_runs(shape.rows, config.block_m) and in_runs(shape.columns, config.block_n)
+    return bool(in_runs(shape.rows, config.block_m) and in_runs(shape.columns, config.block_n))
 
 
 def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:
