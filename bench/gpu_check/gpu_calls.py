@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.memory.workspace import Call, Workspace
+from fusedcomm.env import WITH_WORKSPACE
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops import table
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.run.planned import chunked, fused
-from fusedcomm.testing.virtual import VirtualGroup
+from fusedcomm.testing.virtual import VirtualGroup, run_op
 
 FINGERPRINT = 7
-ALGORITHMS: dict[str, Any] = {"chunked": chunked, "fused": fused}
-VERBS = {
-    "matmul_all_to_all": "push_matmul",
-    "all_to_all_matmul": "gather_matmul",
-    "all_gather_matmul": "gather_matmul",
-    "matmul_reduce_scatter": "push_reduce",
-    "matmul_all_reduce": "push_reduce_gather",
-}
-OPS = list(VERBS)
+ALGORITHMS = WITH_WORKSPACE
+OPS = [*table.OPS]
 
 
 def _as_it_is(t: Tensor) -> Tensor:
@@ -65,7 +60,7 @@ class GpuCase:
 
     @property
     def gathers(self) -> bool:
-        return VERBS[self.op] == "gather_matmul"
+        return table.OPS[self.op].gathers
 
     def local_shape(self, group_size: int) -> list[int]:
         shape = list(self.x_shape)
@@ -186,18 +181,9 @@ class GpuCase:
     def run(self, workspace: Workspace, algorithm: str, inputs: GpuInputs) -> list[Tensor]:
         """Run the op as a virtual rank does."""
         exchange = self.exchange(workspace.group_size)
-        call = Call(self.op, FINGERPRINT, exchange, workspace)
-        verb = getattr(ALGORITHMS[algorithm], VERBS[self.op])
-        if self.gathers:
-            outs, gathered = verb(call, inputs.x, inputs.ws, inputs.biases, self.return_gathered)
-            return outs if gathered is None else [*outs, gathered]
-        (w,), (bias,) = inputs.ws, inputs.biases
-        if self.op == "matmul_all_to_all":
-            return [verb(call, inputs.x, w, bias)]
-        if self.op == "matmul_all_reduce" and bias is not None and exchange.splits_columns:
-            bias = bias.chunk(workspace.group_size)[workspace.rank]
-        scale = 1 / workspace.group_size if self.reduce_op == "avg" else 1.0
-        return [verb(call, inputs.x, w, bias, scale)]
+        made = (inputs.x, inputs.ws, inputs.biases, workspace.group_size, workspace.group_name)
+        args = Arguments(*made, reduce_op=self.reduce_op, return_gathered=self.return_gathered)
+        return run_op(self.op, algorithm, exchange, workspace, args, FINGERPRINT)
 
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

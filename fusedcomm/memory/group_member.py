@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from array import array
+from collections.abc import Hashable
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.kernels.native_part import native
 from fusedcomm.memory import flight_recorder, on_thread, segment, signals
+from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.canaries import GUARD_BYTES
 from fusedcomm.memory.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.memory.departures import Departures
@@ -34,6 +36,7 @@ from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import LOOK_S, Workspace
+from fusedcomm.plan.call_plan import CallPlan
 
 log = logging.getLogger("fusedcomm")
 
@@ -70,8 +73,9 @@ class Member:
     lock: AbstractContextManager[Any] = field(
         default_factory=lambda: native.CallLock() if native else threading.RLock()
     )
-    prepared: Any = None  # native.PreparedCalls of a group on CPUs
-    plan_bytes: int = 0  # of all plans
+    plans: dict[Hashable, CallPlan] = field(default_factory=dict)  # by kind of call
+    prepared: Any = None  # native.PreparedCalls: those of the plans that are loaded natively
+    plan_bytes: int = 0  # of all plans, here and there
 
     @property
     def num_calls(self) -> int:
@@ -91,6 +95,11 @@ class Member:
     def for_capture(self) -> bool:
         """Whether a call must run as in the capture of a CUDA graph."""
         return is_for_capture(self.device)
+
+    @cached_property
+    def memory(self) -> CallMemory:
+        """For calls without a workspace."""
+        return CallMemory(self.rank, self.group_size, self.group_name, self.device)
 
     @property
     def slot_bytes(self) -> int:
@@ -265,14 +274,21 @@ class Member:
 
     def prepare_anew(self) -> None:
         """Drop the plans of earlier calls, which are for another workspace or other decisions, or take too much."""
+        self.plans.clear()
+        self.plan_bytes = 0
         if self.prepared is None:
             return
-        self.plan_bytes = 0
         with self.lock:  # a thread may be in a call
             if self.workspace is None or self.retired:  # each call looks whether a replay has failed
                 self.prepared.clear(self.resets)
             else:
                 self.prepared.begin(self.resets, *self.workspace.for_plans())
+
+    def keep(self, kind: Hashable, plan: CallPlan) -> None:
+        """Keep the plan of a call that has run, unless for lack of memory it had to run by another one."""
+        if kind not in self.plans and plan.reason != self.unavailable:
+            self.count_plan(plan.num_bytes)
+            self.plans[kind] = plan
 
     def count_plan(self, num_bytes: int) -> None:
         """Count a new plan. Where all are too large together, all go, and later calls are planned anew."""

@@ -14,7 +14,6 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory import canaries, stream_writes, topology
 from fusedcomm.memory.beside_kernels import beside_kernels
+from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import is_for_capture
 from fusedcomm.memory.departures import KILLED, Departures
 from fusedcomm.memory.outside_modes import outside_modes
@@ -46,32 +46,13 @@ from fusedcomm.memory.segment import (
     HeaderLayout,
 )
 from fusedcomm.plan.builder import Device, Memory
-from fusedcomm.plan.geometry.exchange import LEAST_COPIED, Exchange
+from fusedcomm.plan.geometry.exchange import LEAST_COPIED
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 
 LOOK_S = 1.0  # how often a rank that waits looks whether its peers' processes are there
 
 
-@dataclass(slots=True)
-class Call:
-    """One use of an op, as the algorithms run it."""
-
-    op: str
-    fingerprint: int
-    exchange: Exchange
-    memory: Workspace | None = None  # None where the process group's own collectives move the chunks
-    group_name: str = ""
-    num_rounds: int = 0
-    backend_sums: bool = False  # whether the backend adds, in its own order and precision
-    ran: Any = None  # fusedcomm.run.calls.Ran, once it has
-
-    @property
-    def workspace(self) -> Workspace:
-        assert self.memory is not None
-        return self.memory
-
-
-class Workspace:
+class Workspace(CallMemory):
     """One segment per rank, mapped by all ranks, and this rank's place in the protocol.
 
     ``segments`` are uint8 tensors over every rank's segment, in symmetric memory or in one process.
@@ -83,11 +64,8 @@ class Workspace:
     def __init__(
         self, rank: int, segments: list[Tensor], group_name: str, owner: Any = None, guard_bytes: int = 0
     ) -> None:
-        self.rank = rank
-        self.group_size = len(segments)
-        self.group_name = group_name
+        super().__init__(rank, len(segments), group_name, segments[rank].device)
         self.buffers = segments
-        self.device = segments[rank].device
         self.layout = HeaderLayout(self.group_size, guard_bytes=guard_bytes)
         self.slot_bytes = self.layout.slot_bytes(segments[rank].numel())
         self.usable_bytes = self.slot_bytes - guard_bytes
@@ -109,7 +87,6 @@ class Workspace:
         self.results: Results | None = None  # the group's, where peers may write results in place
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
-        self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.calls`
         self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.launching`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
@@ -195,7 +172,7 @@ class Workspace:
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool) -> Tensor:
         """Memory for a result; where peers can write it, if they may."""
         if self.device.type != "cpu":
-            return torch.empty(shape, dtype=dtype, device=self.device)
+            return super().empty(shape, dtype, posted=posted)
         if posted and self.results is not None:
             return self.results.empty(shape, dtype)
         out = torch.empty(shape, dtype=dtype, device="cpu")

@@ -25,21 +25,19 @@ from fusedcomm.memory import flight_recorder, group
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree
-from fusedcomm.plan.planner import Plan
+from fusedcomm.plan.call_plan import CallPlan
 
 _MOST_LETTERS = 512  # of an error
 
 
-def same_call(
-    record: flight_recorder.Record, plan: Plan, ours: Member, fingerprint: int, *, bias: Any, by_product: bool
-) -> None:
+def same_call(record: flight_recorder.Record, plan: CallPlan, ours: Member, *, bias: Any, by_product: bool) -> None:
     """Compare the call with the other ranks', in a bounded collective. ``bias``: a tensor or None, or a list of these.
 
     Raises PeerMismatchError where the calls differ, and PeerTimeoutError where a rank does not come. Nothing has been
     sent then, and the group can go on.
     """
     if plan.has_workspace:
-        ours.enter(record.op, fingerprint)  # raises here if this rank knows of an error: it does not come to the vote
+        ours.enter(record.op, plan.fingerprint)  # raises if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
     calls = _all_calls(ours, record.op, facts_of(record, plan, bias, by_product))
     for rank, call in enumerate(calls):
@@ -64,7 +62,7 @@ def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, An
     return [each["call"] for each in found]
 
 
-def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
+def facts_of(record: flight_recorder.Record, plan: CallPlan, bias: Any, by_product: bool) -> dict[str, Any]:
     """The call as JSON. The fields that explain most of a difference come first."""
     is_even = record.exchange is None or record.exchange.cut is None
     return {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -23,11 +23,11 @@ from fusedcomm.errors import text_of
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory import dumps
 from fusedcomm.memory.members import known_member
-from fusedcomm.memory.workspace import Call, Workspace
-from fusedcomm.run.native_plan import Source, load
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.run.calls import Ran
+from fusedcomm.run.native_plan import load
 
 log = logging.getLogger("fusedcomm")
-STEP_BYTES = 2 << 10  # of a plan, with the views that it keeps of slots
 
 Kernel = Callable[..., Any]  # kernel(*args, **kwargs, seen=Seen)
 
@@ -47,40 +47,28 @@ def record(kernel: Kernel, calls: Any, key: list[int], args: tuple[Any, ...], kw
 class Seen:
     """The plan that a call ran by, if it had one."""
 
-    call: Call | None = None
-    kind: Any = None  # the flight recorder's record of all such calls
+    ran: Ran | None = None
+    record: Any = None  # the flight recorder's of all such calls
 
     def keep(self, calls: Any, key: list[int], arguments: Sequence[Tensor], result: Any) -> None:
-        ran = None if self.call is None else self.call.ran
-        if ran is None or self.call is None:
+        ran = self.ran
+        if ran is None or ran.plan.schedule is None:
             calls.refuse(key)
             return
-        sources = [None if t is None else _source(t, arguments) for t in ran.inputs]
-        if any(t is not None and source is None for t, source in zip(ran.inputs, sources, strict=True)):
-            log.debug("a call of %s is not prepared: an input is no argument, nor a part of one", self.call.op)
-            calls.refuse(key)
-            return
-        workspace, fingerprint = self.call.workspace, self.call.fingerprint
+        plan, schedule, workspace = ran.plan, ran.plan.schedule, cast(Workspace, ran.memory)
+        numbers = [next((i for i, each in enumerate(arguments) if each is t), -1) for t in ran.inputs]
         try:
-            plan = load(ran.schedule, workspace, fingerprint, sources)
+            loaded_plan = load(schedule, workspace, plan.fingerprint, numbers)
         except Exception as error:  # the call is over, and its peers have what they need
-            log.debug("a call of %s is not prepared: %s", self.call.op, error)
+            log.debug("a call of %s is not prepared: %s", plan.op, error)
             calls.refuse(key)
             return
         outputs = [_output(each, ran.returned) for each in (result if isinstance(result, tuple) else (result,))]
-        kernels = [workspace.kernels.get(id(step.work)) for step in ran.schedule.steps]
-        rescue = Rescue(self.call.op, fingerprint, workspace, kernels)
-        calls.add(key, plan, outputs, fingerprint, self.kind, workspace, rescue)
-        if (ours := known_member(self.kind.group_name, self.kind.device)) is not None:
-            ours.count_plan(len(ran.schedule.steps) * STEP_BYTES)
-
-
-def _source(t: Tensor, arguments: Sequence[Tensor]) -> Source | None:
-    for index, argument in enumerate(arguments):
-        if argument.untyped_storage()._cdata == t.untyped_storage()._cdata:
-            first = int(argument.storage_offset()) * argument.itemsize
-            return Source(index, int(t.storage_offset()) * t.itemsize - first)
-    return None
+        kernels = [workspace.kernels.get(id(step.work)) for step in schedule.steps]
+        rescue = Rescue(plan.op, plan.fingerprint, workspace, kernels)
+        calls.add(key, loaded_plan, outputs, plan.fingerprint, self.record, workspace, rescue)
+        if (ours := known_member(self.record.group_name, self.record.device)) is not None:
+            ours.count_plan(plan.num_bytes)
 
 
 def _output(result: Any, returned: Sequence[Tensor]) -> int | list[int]:

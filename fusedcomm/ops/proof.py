@@ -18,7 +18,6 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +25,20 @@ from torch.distributed import PrefixStore
 
 from fusedcomm import env
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
+from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import WARM_UP, is_capturing
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.segment import FINGERPRINT
 from fusedcomm.memory.vote import agree
-from fusedcomm.memory.workspace import Call
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import ExactProblem, difference
-from fusedcomm.ops.table import OPS, Algorithms
+from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
+from fusedcomm.plan.call_plan import CallPlan
 from fusedcomm.plan.cost import tuned
-from fusedcomm.plan.planner import Plan
+from fusedcomm.run import calls
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
@@ -48,7 +48,7 @@ _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
-def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
+def is_unproved(plan: CallPlan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
     """Whether nothing is known of the planned algorithm, which needs a proof. It is equal on all ranks.
 
     ``uneven``: the parts of the call differ in size.
@@ -59,7 +59,7 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
 
 
 @outside_modes()
-def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
+def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
     """Prove an algorithm, in all ranks of the group, and keep the outcome. Returns what is wrong, or an empty text.
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
@@ -71,13 +71,12 @@ def prove(op: str, algorithm: str, algorithms: Algorithms, dtype: torch.dtype, o
     name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
     problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
-    run = algorithms[algorithm]
     try:
         if algorithm == "pipelined":
-            cause, wrong = _try(lambda: _by_group(ours, op, run, problems, dtype), ours.rank, dtype)
+            cause, wrong = _try(lambda: _by_group(ours, op, problems, dtype), ours.rank, dtype)
         else:
             own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
-            cause, wrong = _try(lambda: _by_workspace(own, op, run, problems, dtype), ours.rank, dtype)
+            cause, wrong = _try(lambda: _by_workspace(own, op, algorithm, problems, dtype), ours.rank, dtype)
         parts = " in parts of different sizes" if uneven else ""
         what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
         ours.outcomes[name] = wrong = _voted(own, op, what, cause, wrong)
@@ -130,11 +129,7 @@ def _try(
 
 
 def _by_workspace(
-    own: Member,
-    op: str,
-    run: Callable[..., Any],
-    problems: list[ExactProblem],
-    dtype: torch.dtype,
+    own: Member, op: str, algorithm: str, problems: list[ExactProblem], dtype: torch.dtype
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """This rank's results of the problems."""
     workspace = own.workspace
@@ -143,8 +138,9 @@ def _by_workspace(
     workspace.arm()
 
     def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
-        call = Call(op, _fingerprint(op), problem.exchange(workspace.rank), workspace, own.group_name)
-        return problem, _run(problem, run, call, workspace.rank, workspace.device, dtype)
+        exchange = problem.exchange(workspace.rank)
+        plan = CallPlan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
+        return problem, _run(problem, plan, workspace, dtype)
 
     with workspace.guarded(op):
         results = [result(problem) for problem in problems]
@@ -157,14 +153,14 @@ def _by_workspace(
 
 
 def _by_group(
-    ours: Member, op: str, run: Callable[..., Any], problems: list[ExactProblem], dtype: torch.dtype
+    ours: Member, op: str, problems: list[ExactProblem], dtype: torch.dtype
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """Likewise, by the group's own collectives."""
     results = []
     for problem in problems:
         exchange, sums = problem.exchange(ours.rank), ours.topology.backend_sums
-        call = Call(op, 0, exchange, group_name=ours.group_name, num_rounds=NUM_ROUNDS, backend_sums=sums)
-        results.append((problem, _run(problem, run, call, ours.rank, ours.device, dtype)))
+        plan = CallPlan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
+        results.append((problem, _run(problem, plan, ours.memory, dtype)))
     _synchronize(ours.device)
     return results
 
@@ -174,22 +170,14 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _run(
-    problem: ExactProblem,
-    run: Callable[..., Any],
-    call: Call,
-    rank: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _run(problem: ExactProblem, plan: CallPlan, memory: CallMemory, dtype: torch.dtype) -> list[Tensor]:
     """The result of one rank, and of a gather the exchanged x."""
-    program = problem.program
-    x, w, bias = (ts[rank].to(device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
-    args = Arguments(x, [w], [bias], problem.num_ranks, call.group_name, return_gathered=True)
-    if not program.gathers:
-        args = args._replace(out=x.new_full(call.exchange.out_shape, math.nan))
-    made = run(call, *OPS[program.op].operands(args))
-    return [*made[0], made[1]] if program.gathers else [made]
+    x, w, bias = (ts[memory.rank].to(memory.device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
+    args = Arguments(x, [w], [bias], problem.num_ranks, memory.group_name, return_gathered=True)
+    if not problem.program.gathers:
+        args = args._replace(out=x.new_full(problem.exchange(memory.rank).out_shape, math.nan))
+    spec = OPS[plan.op]
+    return calls.run(plan, memory, spec.program, *spec.operands(args)).returned
 
 
 def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,10 +22,8 @@ from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_bias, check_tensors
-from fusedcomm.run import padded_rows, pipelined, unfused
-from fusedcomm.run.planned import chunked, fused
 
-Algorithms = Mapping[str, Callable[..., Any]]  # by name: algorithm(call, *operands)
+Operands = tuple[tuple[Any, ...], Mapping[str, Any]]  # tensors, or lists of them, and facts
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class OpSpec:
 
     Attributes:
         geometry: checks shapes and dims, and returns the Exchange.
-        operands: the arguments of the op's algorithms behind the call.
+        program: the name that it has in every algorithm (`fusedcomm.run.calls`).
+        operands: the arguments of the program.
         function: the public one.
         save: fills ctx for the backward: ``save(ctx, arguments, needs, results)``.
         backward: ``backward(ctx, needs, *gradients of results)`` returns the gradients of the tensors.
@@ -46,8 +45,8 @@ class OpSpec:
     name: str
     schema: str
     geometry: Callable[[Arguments], Exchange]
-    operands: Callable[[Arguments], tuple[Any, ...]]
-    algorithms: Algorithms
+    program: str
+    operands: Callable[[Arguments], Operands]
     function: Callable[..., Any]
     save: Callable[[Any, Arguments, PerTensor, Sequence[Tensor]], None]
     backward: Callable[..., PerTensor]
@@ -130,28 +129,16 @@ class OpSpec:
         return replace(self, schema=schema)
 
 
-def _pushed(args: Arguments) -> tuple[Any, ...]:
-    return args.x, args.w, args.bias, args.out
+def _pushed(args: Arguments) -> Operands:
+    return (args.x, args.w, args.bias, args.out), {}
 
 
-def _reduced(args: Arguments) -> tuple[Any, ...]:
-    return args.x, args.w, args.bias, args.scale, args.partial_bias, args.out
+def _reduced(args: Arguments) -> Operands:
+    return (args.x, args.w, args.bias, args.partial_bias, args.out), {"scale": args.scale}
 
 
-def _gathered(args: Arguments) -> tuple[Any, ...]:
-    return args.x, args.ws, args.biases, args.return_gathered
-
-
-PROGRAMS: dict[str, Any] = {"unfused": unfused, "chunked": chunked, "fused": fused, "pipelined": pipelined}
-
-
-def _all_have(program: str) -> dict[str, Callable[..., Any]]:
-    return {name: getattr(each, program) for name, each in PROGRAMS.items()}
-
-
-def _padded(*names: str) -> dict[str, Callable[..., Any]]:
-    """With rows that R does not divide."""
-    return {name: partial(padded_rows.push_reduce_gather, PROGRAMS[name].push_reduce_gather) for name in names}
+def _gathered(args: Arguments) -> Operands:
+    return (args.x, args.ws, args.biases), {"return_gathered": args.return_gathered}
 
 
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
@@ -163,8 +150,8 @@ MATMUL_ALL_TO_ALL = OpSpec(
     schema="(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
     f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> Tensor",
     geometry=exchanges.matmul_all_to_all,
+    program="push_matmul",
     operands=_pushed,
-    algorithms=_all_have("push_matmul"),
     function=matmul_all_to_all.matmul_all_to_all,
     save=matmul_all_to_all.save,
     backward=matmul_all_to_all.backward,
@@ -174,8 +161,8 @@ ALL_TO_ALL_MATMUL = OpSpec(
     schema="(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
     f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> (Tensor, Tensor)",
     geometry=exchanges.all_to_all_matmul,
+    program="gather_matmul",
     operands=_gathered,
-    algorithms=_all_have("gather_matmul"),
     function=all_to_all_matmul.all_to_all_matmul,
     save=all_to_all_matmul.save,
     backward=all_to_all_matmul.backward,
@@ -186,8 +173,8 @@ ALL_GATHER_MATMUL = OpSpec(
     schema="(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, "
     f"{GATHER}, int? rank, {GROUP}) -> (Tensor[], Tensor)",
     geometry=exchanges.all_gather_matmul,
+    program="gather_matmul",
     operands=_gathered,
-    algorithms=_all_have("gather_matmul"),
     function=all_gather_matmul.all_gather_matmul,
     save=all_gather_matmul.save,
     backward=all_gather_matmul.backward,
@@ -198,8 +185,8 @@ MATMUL_REDUCE_SCATTER = OpSpec(
     schema=f"(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}, "
     "Tensor? partial_bias=None) -> Tensor",
     geometry=exchanges.matmul_reduce_scatter,
+    program="push_reduce",
     operands=_reduced,
-    algorithms=_all_have("push_reduce"),
     function=matmul_reduce_scatter.matmul_reduce_scatter,
     save=matmul_reduce_scatter.save,
     backward=matmul_reduce_scatter.backward,
@@ -210,8 +197,8 @@ MATMUL_ALL_REDUCE = OpSpec(
     schema=f"(Tensor x, Tensor w, Tensor? bias, str reduce_op, {GROUP}, Tensor? partial_bias=None) -> Tensor",
     geometry=exchanges.matmul_all_reduce,
     result_shape=exchanges.all_reduced,
+    program="push_reduce_gather",
     operands=_reduced,
-    algorithms=_all_have("push_reduce_gather") | _padded("chunked", "fused", "pipelined"),
     function=matmul_all_reduce.matmul_all_reduce,
     save=matmul_all_reduce.save,
     backward=matmul_all_reduce.backward,

@@ -19,9 +19,11 @@ from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import (
     Await,
     Base,
+    Collective,
     Condition,
     Copy,
     EndRound,
+    Finish,
     Multiply,
     Place,
     Record,
@@ -30,11 +32,15 @@ from fusedcomm.plan.schedule import (
     Schedule,
     Step,
     Stream,
+    Update,
     Work,
 )
 
 _ALIGNMENT = 256  # bytes: temporaries begin at multiples
 _LANES = "fusedcomm."
+
+
+Given = Tensor | None  # an operand that a call may leave out
 
 
 class Layout(NamedTuple):
@@ -90,9 +96,19 @@ class Memory(NamedTuple):
 
 
 class Builder:
-    """``inputs``: a stand-in for each tensor argument, None where there is none."""
+    """``inputs``: a stand-in for each tensor argument, None where there is none. ``num_pieces``, ``backend_sums``: of a
+    `pipelined` call.
+    """
 
-    def __init__(self, memory: Memory, device: Device, inputs: Sequence[Layout | None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        device: Device,
+        inputs: Sequence[Layout | None],
+        num_pieces: int = 0,
+        backend_sums: bool = False,
+    ) -> None:
+        self.num_pieces, self.backend_sums = num_pieces, backend_sums
         self.memory, self.device = memory, device
         self.rank, self.group_size = memory.rank, memory.group_size
         self.alignments = [0 if each is None else each.alignment for each in inputs]
@@ -107,9 +123,9 @@ class Builder:
         self._steps: list[Step] = []
         self._results: list[Result] = []
         self._temporaries: list[int] = []
-        self._temporary_bytes = 0
+        self._temporary_bytes = self._most_temporary_bytes = 0
         self._last: dict[Stream, int] = {}  # by stream: the event that covers all that is on it
-        self._num_events = 0
+        self._num_events = self._num_collectives = 0
         self._stream, self._lane = Stream.MAIN, ""
         self._when: Condition | None = None
 
@@ -135,7 +151,15 @@ class Builder:
     def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._temporaries.append(self._temporary_bytes)
         self._temporary_bytes += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._most_temporary_bytes = max(self._temporary_bytes, self._most_temporary_bytes)
         return self._know(_stand_in(shape, dtype), Base.TEMPORARY, len(self._temporaries) - 1)
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Temporaries made inside are used there alone, on one stream: later ones take their memory."""
+        before = self._temporary_bytes
+        yield
+        self._temporary_bytes = before
 
     def max_chunk_numel(self, dtype: torch.dtype) -> int:
         return self.memory.max_chunk_bytes // dtype.itemsize
@@ -190,6 +214,19 @@ class Builder:
     def copy(self, to: Tensor, source: Tensor) -> None:
         if source.numel():
             self.add(Copy(self.place(to), self.place(source)))
+
+    def update(self, to: Tensor, method: str, value: float) -> None:
+        if to.numel():
+            self.add(Update(self.place(to), method, value))
+
+    def begin(self, kind: str, to: Tensor, source: Tensor) -> int:
+        """Begin a `Collective`. Returns its number, for `end`."""
+        self._num_collectives += 1
+        self.add(Collective(self._num_collectives, kind, self.place(to), self.place(source)))
+        return self._num_collectives
+
+    def end(self, number: int) -> None:
+        self.add(Finish(number))
 
     def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool = False) -> None:
         """``out[b, m, n] = x[b, m, k] @ w[b, k, n] + bias[n]``."""
@@ -250,7 +287,7 @@ class Builder:
         return Schedule(
             tuple(steps),
             tuple(self._results),
-            self._temporary_bytes,
+            self._most_temporary_bytes,
             tuple(self._temporaries),
             self._num_events,
             tuple(map(self.place, returned)),

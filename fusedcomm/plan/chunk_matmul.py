@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
-
-import torch
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry import exchange as geometry
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
-
-
-class Arithmetic(Protocol):
-    """The doer of what these matmuls consist of: `Builder` plans it, `fusedcomm.run.now.Now` does it at once."""
-
-    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool = False) -> None: ...
-    def copy(self, to: Tensor, source: Tensor) -> None: ...
-    def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor: ...
-    def reshape(self, t: Tensor, *shape: int) -> Tensor: ...
-    def contiguous(self, t: Tensor) -> Tensor: ...
-    def is_at(self, t: Tensor, other: Tensor) -> bool: ...
-    def lane(self, name: str, peer: int | None = None) -> AbstractContextManager[None]: ...
 
 
 class PushedMatmul:
@@ -33,7 +17,7 @@ class PushedMatmul:
     K is x's own: a call may stand for one whose K was another, as chunks do not depend on it.
     """
 
-    def __init__(self, s: Arithmetic, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
+    def __init__(self, s: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
         self.s = s
         self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, x.shape[-1])
         self.bias = bias
@@ -99,7 +83,7 @@ class PushedMatmul:
 class GatheredMatmul:
     """Multiplies what has arrived by w, into its place in the result."""
 
-    def __init__(self, s: Arithmetic, out: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
+    def __init__(self, s: Builder, out: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
         self.s = s
         self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
         self.w = s.reshape(w, exchange.num_batches, exchange.k, w.shape[-1])
@@ -203,7 +187,7 @@ def _split(span: Span) -> tuple[int, int]:
     return span.outer, span.inner
 
 
-def _matmul(s: Arithmetic, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _matmul(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out [bo, bi, ro, ri, co, ci] = x [bo, bi, ro, ri, K] @ w [bo, bi, K, co, ci] + bias [co, ci]."""
     if out.numel() == 0:
         return

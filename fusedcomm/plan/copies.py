@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fusedcomm.plan.chunk_matmul import Arithmetic
+from fusedcomm.plan.builder import Builder
 
 _LONG_RUN = 1 << 20  # bytes of a run that is worth a copy of its own; a matter of microseconds on the link
 
 
-def copy_between(s: Arithmetic, to: Tensor, source: Tensor) -> None:
+def copy_between(s: Builder, to: Tensor, source: Tensor) -> None:
     """``to.flatten()[i] = source.flatten()[i]`` in one pass, for two Span views, (outer, inner) each, or flat ones."""
     if to.shape == source.shape:
         s.copy(to, source)
@@ -25,7 +25,7 @@ def copy_between(s: Arithmetic, to: Tensor, source: Tensor) -> None:
         s.copy(to, s.contiguous(source).view(to.shape))
 
 
-def copy_runs(s: Arithmetic, to: Tensor, source: Tensor) -> None:
+def copy_runs(s: Builder, to: Tensor, source: Tensor) -> None:
     """``to.view(source.shape).copy_(source)`` for runs (outer, inner), which copy engines take only one by one."""
     to = to.view(source.shape)
     if source.shape[1] * source.itemsize < _LONG_RUN:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder, Device
+from fusedcomm.plan import chunked, launches
+from fusedcomm.plan.builder import Builder, Device, Given
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -25,9 +25,7 @@ from fusedcomm.plan.schedule import EndRound, Signal, Stream
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
 
 
-def push_matmul(
-    s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None
-) -> Tensor:
+def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Given, out: Given = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     x, w = s.contiguous(x), launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
@@ -41,17 +39,12 @@ def push_matmul(
 
 
 def push_reduce(
-    s: Builder,
-    exchange: Exchange,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    partial_bias: Tensor | None,
-    out: Tensor | None,
-    scale: float,
+    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    x, w = s.contiguous(x), launches.loadable(s, w)
+    if w is None and not s.device.for_capture:
+        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale)
+    x, w = s.contiguous(x), launches.loadable(s, _identity(s, x) if w is None else w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
         _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
@@ -59,19 +52,14 @@ def push_reduce(
 
 
 def push_reduce_gather(
-    s: Builder,
-    exchange: Exchange,
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    partial_bias: Tensor | None,
-    out: Tensor | None,
-    scale: float,
+    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
     has added.
     """
-    x, w = s.contiguous(x), launches.loadable(s, w)
+    if w is None and not s.device.for_capture:
+        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale)
+    x, w = s.contiguous(x), launches.loadable(s, _identity(s, x) if w is None else w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)
     for spans in _rounds(s, exchange, x):
@@ -82,6 +70,16 @@ def push_reduce_gather(
             launches.unpack(s, out, spans)
         s.add(EndRound(by_kernel=True))
     return out
+
+
+def _identity(s: Builder, x: Tensor) -> Tensor:
+    """Stands for w where x is the product already, and a CUDA graph would fix the slots to which `chunked` copies it.
+    It makes NaN of a row with an inf.
+    """
+    made = s.temporary((x.shape[-1], x.shape[-1]), x.dtype)
+    s.update(made, "fill_", 0)
+    s.update(made.diagonal(), "fill_", 1)
+    return made
 
 
 def _push_sum(
@@ -102,12 +100,7 @@ def _push_sum(
 
 
 def gather_matmul(
-    s: Builder,
-    exchange: Exchange,
-    x: Tensor,
-    ws: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    return_gathered: bool,
+    s: Builder, exchange: Exchange, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Given], return_gathered: bool
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x behind it if asked for.
 

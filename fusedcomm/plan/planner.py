@@ -30,12 +30,11 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from fusedcomm import env
+from fusedcomm.plan.call_plan import CallPlan, fingerprint_of
 from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import Constants
@@ -47,40 +46,6 @@ log = logging.getLogger("fusedcomm")
 FORCED = "forced"
 PIPELINED_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
-
-
-@dataclass(frozen=True, repr=False)
-class Plan:
-    """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
-
-    Attributes:
-        op: the name of the op.
-        algorithm: "unfused", "chunked", "fused" or "pipelined".
-        reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
-            from.
-        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
-        num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
-            next: the pieces of a pipelined call; 0 where it runs unfused.
-        sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
-        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
-    """
-
-    op: str
-    algorithm: str
-    reason: str
-    slot_bytes: int = 0  # what one round needs
-    num_rounds: int = 0
-    sent_bytes: int = 0
-
-    @property
-    def has_workspace(self) -> bool:
-        return self.algorithm in env.WITH_WORKSPACE
-
-    def __repr__(self) -> str:
-        rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
-        if self.algorithm == "pipelined":
-            rounds = f", {self.num_rounds} pieces, {self.sent_bytes / (1 << 20):.3g} MiB sent"
-        return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 
 
 class Facts(Protocol):
@@ -99,10 +64,18 @@ class Facts(Protocol):
     def for_capture(self) -> bool: ...
 
 
-def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> CallPlan:
     """``member`` is None for a group of one rank."""
+    found = _decided(op, exchange, dtype, member)
+    found.exchange = exchange
+    if found.has_workspace:
+        found.fingerprint = fingerprint_of(op, exchange.key, dtype, found.num_rounds)
+    return found
+
+
+def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> CallPlan:
     if member is None or exchange.group_size == 1:
-        return Plan(op, "unfused", "one rank: nothing to exchange")
+        return CallPlan(op, "unfused", "one rank: nothing to exchange")
     name, strict = force_algorithm.current
     name = name or member.topology.algorithm
     own, exchange = exchange, exchange.for_all
@@ -117,25 +90,25 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) 
         if strict and name not in (None, "unfused"):
             raise RuntimeError(f"{op} cannot run as {name}: {reason}")
         log_fallback(op, reason)
-        return Plan(op, "unfused", reason)
+        return CallPlan(op, "unfused", reason)
     if name is not None:
         algorithm, why = name, FORCED
     else:
         algorithm, why = _choose(op, own, dtype, member)
     if algorithm == "unfused":
-        return Plan(op, "unfused", why)
+        return CallPlan(op, "unfused", why)
     if why != FORCED:
         wrong, why = _proved(op, algorithm, own, dtype, member, why)
         if wrong:
-            return Plan(op, "unfused", wrong)
+            return CallPlan(op, "unfused", wrong)
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
     if algorithm == "chunked" and member.device.type == "cuda" and exchange.takes_all(dtype.itemsize):
         max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
         num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
-    return Plan(op, algorithm, why, slot_bytes, num_rounds)
+    return CallPlan(op, algorithm, why, slot_bytes, num_rounds)
 
 
-def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> CallPlan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
@@ -147,11 +120,11 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
             wrong, why = _proved(op, "pipelined", exchange, dtype, member, f"{reason}; {times}")
             if wrong:
-                return Plan(op, "unfused", wrong)
+                return CallPlan(op, "unfused", wrong)
             return _pipelined(op, exchange, dtype, member, why, num_pieces)
         why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
     log_fallback(op, reason)
-    return Plan(op, "unfused", f"{reason}; {why}")
+    return CallPlan(op, "unfused", f"{reason}; {why}")
 
 
 def _proved(
@@ -168,13 +141,14 @@ def _proved(
 
 def _pipelined(
     op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str, num_pieces: int | None = None
-) -> Plan:
+) -> CallPlan:
+    sums = member.topology.backend_sums
     if num_pieces is None:
-        kind, backend_sums = _kind(dtype, member), member.topology.backend_sums
-        num_pieces, _ = in_pieces.fastest(op, exchange, kind, constants_of(member), backend_sums)
+        num_pieces, _ = in_pieces.fastest(op, exchange, _kind(dtype, member), constants_of(member), sums)
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
-    return Plan(op, "pipelined", why, 0, len(pieces), int(sent_bytes(model.KINDS[op], sent, exchange.group_size)))
+    sent = int(sent_bytes(model.KINDS[op], sent, exchange.group_size))
+    return CallPlan(op, "pipelined", why, 0, len(pieces), sent, sums)
 
 
 def constants_of(member: Facts) -> Constants:

@@ -77,6 +77,15 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Update:
+    """``to.fill_(value)`` or ``to.div_(value)``, by the name of the method."""
+
+    to: Place
+    method: str
+    value: float
+
+
+@dataclass(frozen=True)
 class Reduce:
     """``out = sum(parts) * scale + bias``, flat: in float32, in the order of parts, rounded once."""
 
@@ -84,6 +93,23 @@ class Reduce:
     parts: tuple[Place, ...]
     bias: Place | None
     scale: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Begins the process group's own "all_to_all", "all_gather" or "reduce_scatter", of flat chunks of one size."""
+
+    number: int
+    kind: str
+    to: Place
+    source: Place
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Work that follows on the stream comes after the end of a `Collective`."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -176,7 +202,8 @@ class EndRound:
     by_kernel: bool = False
 
 
-Work = Multiply | Copy | Reduce | Signal | Wait | Post | Ask | Mark | Launch | Record | Await | EndRound
+Moves = Copy | Collective | Finish | Signal | Wait | Post | Ask | Mark
+Work = Moves | Multiply | Update | Reduce | Launch | Record | Await | EndRound
 
 
 class Condition(NamedTuple):

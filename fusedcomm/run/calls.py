@@ -1,74 +1,95 @@
-"""A call of an algorithm: its schedule, made once for all calls of a kind, and the run of it."""
+"""A call of an algorithm. All algorithms are programs of one signature: `program(s, exchange, *operands, **facts)`.
+
+`chunked`, `fused` and `pipelined` emit the steps of a schedule, which is made once for all calls of a kind. `s` is the
+`Builder`, operands are stand-ins. `unfused` runs the plain program at once: `s` is the rank's memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
-from fusedcomm.memory.workspace import Call
-from fusedcomm.plan.builder import Builder, Layout, layout_of
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan import chunked, fused, pipelined
+from fusedcomm.plan.builder import Builder, layout_of
+from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Schedule
-from fusedcomm.run import python_executor
+from fusedcomm.run import python_executor, unfused
 
-Program = Callable[..., Any]  # of fusedcomm.plan: it emits the steps of a call
+ALGORITHMS: Mapping[str, ModuleType] = {
+    "unfused": unfused,
+    "chunked": chunked,
+    "fused": fused,
+    "pipelined": pipelined,
+}
+Program = Callable[..., Any]
 Operand = Tensor | None | Sequence[Tensor | None]
-_MOST_KEPT = 1024  # schedules of a workspace; one with more, whose sizes change all the time, begins anew
 
 
 class Ran(NamedTuple):
     """A call as it ran."""
 
-    schedule: Schedule
+    plan: CallPlan
+    memory: CallMemory
     inputs: Sequence[Tensor | None]
-    returned: Sequence[Tensor]
+    returned: list[Tensor]
 
 
-def run(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> list[Tensor]:
-    """Run ``program(builder, exchange, *operands, **facts)`` on the call's workspace; the tensors that it returns.
+def run(
+    plan: CallPlan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
+) -> Ran:
+    """Run the program ``name`` of the plan's algorithm.
 
     A round that is left half way breaks the workspace: the peers have seen its signals.
     """
-    workspace, schedule = call.workspace, schedule_of(call, program, *operands, **facts)
-    fixed = is_capturing(workspace.device) or workspace.captured  # replays move the epoch, which the host cannot know
-    assert schedule.can_be_captured or not fixed, "the slots of a captured round would stay where they are"
-    workspace.enter(call.op, call.fingerprint)
     inputs = _flat(operands)
-    with ordered(workspace), workspace.guarded(call.op):
-        returned = python_executor.run(schedule, workspace, call.op, call.fingerprint, inputs)
-    call.ran = Ran(schedule, inputs, returned)
-    return returned
+    if plan.algorithm == "unfused":
+        program: Program = getattr(unfused, name)
+        return Ran(plan, memory, inputs, program(memory, plan.exchange, *operands, **facts))
+    schedule = schedule_of(plan, memory, name, operands, facts)
+    if not isinstance(memory, Workspace):
+        returned = python_executor.run(schedule, memory, plan.op, plan.fingerprint, inputs)
+        return Ran(plan, memory, inputs, returned)
+    fixed = is_capturing(memory.device) or memory.captured  # replays move the epoch, which the host cannot know
+    assert schedule.can_be_captured or not fixed, "the slots of a captured round would stay where they are"
+    memory.enter(plan.op, plan.fingerprint)
+    with ordered(memory), memory.guarded(plan.op):
+        returned = python_executor.run(schedule, memory, plan.op, plan.fingerprint, inputs)
+    return Ran(plan, memory, inputs, returned)
 
 
-def schedule_of(call: Call, program: Program, *operands: Operand, **facts: Hashable) -> Schedule:
-    """The schedule of all calls of this kind, made by the first."""
-    kept: dict[Hashable, tuple[Schedule, object]] = call.workspace.schedules
-    layouts = tuple(None if t is None else layout_of(t) for t in _flat(operands))
-    key = program, id(call.exchange), layouts, call.workspace.device_facts(), tuple(facts.values())
-    if key not in kept:
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        kept[key] = _build(call, program, layouts, operands, facts), call.exchange  # which keeps its id
-    return kept[key][0]
+def schedule_of(
+    plan: CallPlan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
+) -> Schedule:
+    """The plan's schedule, made by its first call, or where a workspace has grown or is captured."""
+    made_for = memory.memory_facts(), memory.device_facts()
+    if plan.schedule is None or plan.made_for != made_for:
+        plan.schedule, plan.made_for = build(plan, memory, name, operands, facts), made_for
+    return plan.schedule
 
 
 @outside_modes()
-def _build(
-    call: Call,
-    program: Program,
-    layouts: Sequence[Layout | None],
-    operands: Sequence[Operand],
-    facts: Mapping[str, Hashable],
+def build(
+    plan: CallPlan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
 ) -> Schedule:
-    builder = Builder(call.workspace.memory_facts(), call.workspace.device_facts(), layouts)
-    inputs = iter(builder.inputs)
+    program: Program = getattr(ALGORITHMS[plan.algorithm], name)
+    if name == "push_reduce_gather":
+        program = partial(padded, program)
+    layouts = [None if t is None else layout_of(t) for t in _flat(operands)]
+    s = Builder(memory.memory_facts(), memory.device_facts(), layouts, plan.num_rounds, plan.backend_sums)
+    inputs = iter(s.inputs)
     stand_ins = [[next(inputs) for _ in each] if isinstance(each, (list, tuple)) else next(inputs) for each in operands]
-    returned = program(builder, call.exchange, *stand_ins, **facts)
-    return builder.finish(*([returned] if isinstance(returned, Tensor) else returned))
+    returned = program(s, plan.exchange, *stand_ins, **facts)
+    return s.finish(*([returned] if isinstance(returned, Tensor) else returned))
 
 
 def _flat(operands: Sequence[Operand]) -> list[Tensor | None]:

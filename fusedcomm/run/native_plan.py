@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory.launch_order import order_of
@@ -31,16 +31,9 @@ from fusedcomm.run.packing import NotPackableError, pack
 _ALWAYS = (0, 0, -1)
 
 
-class Source(NamedTuple):
-    """The tensor argument of an op that an input of a schedule is, or is a view of."""
-
-    argument: int
-    offset: int  # bytes
-
-
-def load(schedule: Schedule, workspace: Workspace, fingerprint: int, sources: Sequence[Source | None]) -> Any:
-    """``sources``: of each input, None for one that is not there. On GPUs the schedule has run, so that its kernels are
-    compiled and loaded.
+def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Sequence[int]) -> Any:
+    """``numbers``: of each input among the op's tensor arguments, -1 for one that is not there. On GPUs the schedule
+    has run, so that its kernels are compiled and loaded.
     """
     plan = loaded().Plan(
         workspace.group_size,
@@ -58,10 +51,10 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, sources: Se
             if kept is None or workspace.device.type == "cpu":
                 raise NotPackableError("the kernel is not one that the driver can launch")
             places, packed = pack(step.work, kept[1], workspace, fingerprint)
-            plan.launch(_facts(step), _places(places, sources), *packed)
+            plan.launch(_facts(step), _places(places, numbers), *packed)
         else:
-            _append(plan, step, sources)
-    plan.finish(_places(schedule.returned, sources))
+            _append(plan, step, numbers)
+    plan.finish(_places(schedule.returned, numbers))
     return plan
 
 
@@ -70,11 +63,11 @@ def _facts(step: Step) -> tuple[str, int, tuple[int, int, int]]:
     return step.lane, int(step.stream), when
 
 
-def _append(plan: Any, step: Step, sources: Sequence[Source | None]) -> None:
+def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
     native, work, facts = loaded(), step.work, _facts(step)
 
     def places(*given: Place | None) -> list[Any]:
-        return _places([each for each in given if each is not None], sources)
+        return _places([each for each in given if each is not None], numbers)
 
     match work:
         case Multiply():
@@ -99,16 +92,12 @@ def _append(plan: Any, step: Step, sources: Sequence[Source | None]) -> None:
             plan.with_number(facts, native.AWAIT, work.event)
         case EndRound():
             plan.with_number(facts, native.END_ROUND, 0)
+        case _:
+            raise NotPackableError(f"{type(work).__name__} runs in Python")
 
 
-def _places(places: Sequence[Place], sources: Sequence[Source | None]) -> list[Any]:
-    return [loaded().Place(int(base), *rest) for base, *rest in (_of_argument(each, sources) for each in places)]
-
-
-def _of_argument(place: Place, sources: Sequence[Source | None]) -> Place:
-    """The place as one of the op's tensor arguments."""
-    if place.base != Base.INPUT:
-        return place
-    source = sources[place.number]
-    assert source is not None
-    return place._replace(number=source.argument, offset=place.offset + source.offset)
+def _places(places: Sequence[Place], numbers: Sequence[int]) -> list[Any]:
+    return [
+        loaded().Place(int(base), numbers[number] if base == Base.INPUT else number, *rest)
+        for base, number, *rest in places
+    ]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
 from fusedcomm.memory import stream_writes
+from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import (
     Ask,
     Await,
     Base,
+    Collective,
     Copy,
     EndRound,
+    Finish,
     Launch,
     Mark,
     Multiply,
@@ -30,18 +33,19 @@ from fusedcomm.plan.schedule import (
     Signal,
     Stream,
     Test,
+    Update,
     Wait,
 )
 from fusedcomm.run.add_in_order import add_in_order
+from fusedcomm.run.group_collectives import begin
 from fusedcomm.run.launching import launch
-from fusedcomm.run.now import multiply
 
 
 def run(
-    schedule: Schedule, workspace: Workspace, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+    schedule: Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The tensors that the call returns. A round that fails or is left half way breaks the workspace."""
-    execution = Execution(schedule, workspace, op, fingerprint, inputs)
+    execution = Execution(schedule, memory, op, fingerprint, inputs)
     try:
         execution.steps()
     except BaseException:
@@ -54,22 +58,25 @@ class Execution:
     """One run."""
 
     def __init__(
-        self, schedule: Schedule, workspace: Workspace, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+        self, schedule: Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
     ) -> None:
-        self.schedule, self.workspace, self.inputs = schedule, workspace, inputs
+        self.schedule, self.memory, self.inputs = schedule, memory, inputs
+        self.workspace = cast(Workspace, memory)  # the steps of slots and flags are in schedules for a workspace alone
         self.op, self.fingerprint = op, fingerprint
         self.results = [self._result(*each) for each in schedule.results]
-        device = workspace.device
+        device = memory.device
         self.temporaries = torch.empty(schedule.temporary_bytes, dtype=torch.uint8, device=device)
         self.answers: dict[tuple[Test, int], bool] = {}
         self.posted: dict[int, Tensor] = {}  # by rank: the result that it has posted in this round
         self.has_posted = False
+        self.collectives: dict[int, Callable[[], object]] = {}  # under way: the wait for each
         self.events: dict[int, torch.cuda.Event] = {}
         self.streams: dict[Stream, torch.cuda.Stream] = {}
         if device.type == "cuda":
             self.streams[Stream.MAIN] = torch.cuda.current_stream(device)
             for stream in {step.stream for step in schedule.steps} - {Stream.MAIN}:
-                self.streams[stream] = workspace.side_stream() if stream == Stream.SENDS else workspace.reading_stream()
+                own = self.workspace
+                self.streams[stream] = own.side_stream() if stream == Stream.SENDS else own.reading_stream()
 
     @property
     def epoch(self) -> int:
@@ -90,7 +97,7 @@ class Execution:
 
     def join(self) -> None:
         """End a call that is left half way: memory of the call may be used again, on the caller's stream."""
-        if self.streams and not is_capturing(self.workspace.device):
+        if self.streams and not is_capturing(self.memory.device):
             for stream in self.streams.values():
                 self.streams[Stream.MAIN].wait_stream(stream)
 
@@ -101,9 +108,17 @@ class Execution:
                 multiply(x, w, self._optional(work.bias), out, adds=work.adds)
             case Copy():
                 self.tensor(work.to).copy_(self.tensor(work.source))
+            case Update():
+                getattr(self.tensor(work.to), work.method)(work.value)
             case Reduce():
                 parts = [self.tensor(each) for each in work.parts]
                 add_in_order(self.tensor(work.out), parts, self._optional(work.bias), work.scale)
+            case Collective():
+                group_name = self.memory.group_name
+                to, source = self.tensor(work.to), self.tensor(work.source)
+                self.collectives[work.number] = begin(work.kind, group_name, to, source)
+            case Finish():
+                self.collectives.pop(work.number)()
             case Signal():
                 self._signal(work.dst_rank, stream)
             case Wait():
@@ -189,7 +204,7 @@ class Execution:
                 return workspace.posts.is_marked(ask.rank, self.epoch)
 
     def _result(self, shape: Sequence[int], dtype: torch.dtype, posted: bool) -> Tensor:
-        return self.workspace.empty(shape, dtype, posted=posted)
+        return self.memory.empty(shape, dtype, posted=posted)
 
     def _on(self, stream: Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.streams[stream]) if self.streams and stream != Stream.MAIN else nullcontext()
@@ -197,3 +212,13 @@ class Execution:
 
 def _range(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(name) if name and profiler._is_profiler_enabled else nullcontext()
+
+
+def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool) -> None:
+    """``out = x @ w + bias``, or ``out += x @ w``: 2-D, or 3-D with batches; one rounding."""
+    batched = out.dim() == 3
+    added = out if adds else bias
+    if added is not None:
+        (torch.baddbmm if batched else torch.addmm)(added, x, w, out=out)
+    else:
+        (torch.bmm if batched else torch.mm)(x, w, out=out)

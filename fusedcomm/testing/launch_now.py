@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from fusedcomm.plan.builder import Builder, Layout, layout_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
+
+_schedules: WeakKeyDictionary[Any, dict[Any, Schedule]] = WeakKeyDictionary()  # by workspace
 
 
 def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Any, fingerprint: int) -> None:
@@ -76,9 +79,10 @@ def _run(name: str, workspace: Any, fingerprint: int, *tensors: Tensor | None, *
     inputs = [*tensors, bias]
     layouts = tuple(None if t is None else layout_of(t) for t in inputs)
     key = name, layouts, workspace.device_facts(), *options.values()
-    if key not in workspace.schedules:
-        workspace.schedules[key] = _plan(name, workspace, layouts, options)
-    python_executor.run(workspace.schedules[key], workspace, name, fingerprint, inputs)
+    schedules = _schedules.setdefault(workspace, {})
+    if key not in schedules:
+        schedules[key] = _plan(name, workspace, layouts, options)
+    python_executor.run(schedules[key], workspace, name, fingerprint, inputs)
 
 
 @outside_modes()

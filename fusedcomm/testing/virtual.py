@@ -7,12 +7,20 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from fusedcomm.memory.beside_kernels import beside_kernels
 from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
 from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.dispatch import kind_of
+from fusedcomm.ops.table import OPS
+from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.run import calls
 
 
 class VirtualGroup:
@@ -141,3 +149,17 @@ def _set_flags(workspace: Workspace, epoch: int, fingerprint: int) -> None:
     start = workspace.layout.flag(epoch, 0)
     flags = workspace.buffers[workspace.rank][start : start + 8 * workspace.group_size]
     flags.view(torch.int64).fill_(epoch << FINGERPRINT_BITS | fingerprint)
+
+
+_plans: WeakKeyDictionary[Workspace, dict[Any, CallPlan]] = WeakKeyDictionary()
+
+
+def run_op(
+    op: str, algorithm: str, exchange: Exchange, workspace: Workspace, args: Arguments, fingerprint: int
+) -> list[Tensor]:
+    """Run an op on a virtual rank as `fusedcomm.ops.dispatch` does on a real one, behind its votes and its plan."""
+    spec, kept = OPS[op], _plans.setdefault(workspace, {})
+    key = algorithm, exchange.key, kind_of(spec, args)
+    if key not in kept:
+        kept[key] = CallPlan(op, algorithm, "virtual", fingerprint=fingerprint, exchange=exchange)
+    return calls.run(kept[key], workspace, spec.program, *spec.operands(args)).returned

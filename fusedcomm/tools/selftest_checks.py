@@ -28,7 +28,6 @@ from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import ExactProblem, difference
-from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 
 WAIT_S = 60  # bound of waits that are to succeed: on a GPU a peer may be compiling its kernels
@@ -187,7 +186,7 @@ def _check_proofs(device: torch.device) -> str:
         ours = member(group.group_name, device)
         cases = list(itertools.product(PROGRAMS, algorithms, DTYPES, (False, True)))
         found = [
-            proof.prove(op, name, OPS[op].algorithms, dtype, ours, uneven)
+            proof.prove(op, name, dtype, ours, uneven)
             for op, name, dtype, uneven in cases
             if not uneven or PROGRAMS[op].can_be_uneven
         ]

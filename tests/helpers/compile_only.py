@@ -92,7 +92,7 @@ class MetaWorkspace:
         self.segment_layout = layout.for_kernels
         segment = torch.empty(layout.segment_bytes(self.slot_bytes), dtype=torch.uint8, device="meta")
         self.buffers, self.device = [segment] * group_size, segment.device
-        self.schedules, self.kernels = dict[Any, Any](), dict[int, Any]()
+        self.kernels = dict[int, Any]()
 
     def memory_facts(self) -> Memory:
         return Memory(RANK, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)

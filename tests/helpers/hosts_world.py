@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.memory.vote import STORE_THREAD
-from fusedcomm.run.pieces import Piece
+from fusedcomm.run import python_executor
 from tests.helpers.groups import call, check, empty_is_nan
 from tests.helpers.hosts import set_link
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
@@ -110,17 +110,17 @@ def error_of(call: Callable[[], Any]) -> dict[str, Any]:
 @contextmanager
 def cutting(rank: int) -> Iterator[None]:
     """Inside, rank 2 cuts the link as it is about to send the second piece of a pipelined call: one is under way."""
-    exchange, begun = Piece._exchange, []
+    begin, begun = python_executor.begin, []
 
-    def cut_before_the_second(piece: Piece) -> None:
-        begun.append(piece)
+    def cut_before_the_second(*collective: Any) -> Any:
+        begun.append(collective[0])
         if len(begun) == 2 and rank == 2:
             set_link(os.environ["GLOO_SOCKET_IFNAME"], up=False)
-        exchange(piece)
+        return begin(*collective)
 
     with (
         fusedcomm.force_algorithm("pipelined", strict=True),
-        mock.patch.object(Piece, "_exchange", cut_before_the_second),
+        mock.patch.object(python_executor, "begin", cut_before_the_second),
     ):
         yield
 

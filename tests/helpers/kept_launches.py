@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.ops import dispatch
 from fusedcomm.plan.builder import Layout, layout_of
 from fusedcomm.run import calls, launching, python_executor
 from tests.helpers.launch_path import ALIGNED, RAGGED, LaunchPath, call, calls_of_views, member
@@ -62,7 +63,7 @@ class _Less(Layout):
 
 def _by_less(left_out: Sequence[str]) -> AbstractContextManager[Any]:
     less = type("Less", (_Less,), {"left_out": left_out})
-    return mock.patch.object(calls, "layout_of", lambda t: less(*layout_of(t)))
+    return mock.patch.object(dispatch, "layout_of", lambda t: less(*layout_of(t)))
 
 
 @contextmanager
@@ -71,11 +72,10 @@ def _compared(path: LaunchPath) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {"kept": 0, "wrong": []}
     schedule_of = calls.schedule_of
 
-    def compared_schedule(call: Any, program: Any, *operands: Any, **facts: Any) -> Any:
-        kept = schedule_of(call, program, *operands, **facts)
-        layouts = [None if t is None else layout_of(t) for t in calls._flat(operands)]
-        if calls._build(call, program, layouts, operands, facts) != kept:
-            found["wrong"].append(program.__name__)
+    def compared_schedule(plan: Any, memory: Any, *program: Any) -> Any:
+        kept = schedule_of(plan, memory, *program)
+        if calls.build(plan, memory, *program) != kept:
+            found["wrong"].append(program[0])
         return kept
 
     def compared_launch(work: Any, workspace: Any, fingerprint: int, tensor: Callable[[Any], Tensor]) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import RoundSpans
-from fusedcomm.run.now import Now
+from fusedcomm.run import python_executor
 from fusedcomm.testing import launch_now
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Inputs, Problem, expected, expected_by_product, integers
@@ -69,6 +73,21 @@ def check_calls(
         rank.assert_idle(len(rounds) * num_calls * (2 if problem.op == "matmul_all_reduce" else 1))
 
 
+def run_now(program: Callable[..., None], *tensors: Tensor | None) -> None:
+    """Run ``program(s, *tensors)``, which plans steps, at once."""
+    memory = CallMemory(0, 1, "", torch.device("cpu"))
+    inputs = [None if t is None else layout_of(t) for t in tensors]
+    s = Builder(memory.memory_facts(), memory.device_facts(), inputs)
+    program(s, *s.inputs)
+    python_executor.run(s.finish(), memory, "", 0, tensors)
+
+
+def _multiply_chunk(
+    s: Builder, out: Tensor, w: Tensor, bias: Tensor | None, chunk: Tensor, *, exchange: Any, spans: Any, rank: int
+) -> None:
+    GatheredMatmul(s, out, w, bias, exchange).chunk(spans, rank, chunk)
+
+
 def _result_shapes(problem: Problem, exchange: Exchange, by_product: bool) -> list[list[int]]:
     if problem.op in GATHERS:
         return [*exchange.out_shapes, *[exchange.shape] * by_product]
@@ -115,7 +134,8 @@ def _gathered(
     for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=False)):
         last = i == len(ws) - 1 and not by_product
         if not own:
-            GatheredMatmul(Now(out.device), out, w, bias, exchange).chunk(spans, rank.rank, chunk)
+            multiply = partial(_multiply_chunk, exchange=exchange, spans=spans, rank=rank.rank)
+            run_now(multiply, out, w, bias, chunk)
         launch_now.gather_matmul(out, w, bias, spans, rank, FINGERPRINT, end_round=last, own=own)
         assert rank.epoch == epoch + last
     if by_product:

@@ -100,9 +100,9 @@ class LaunchPath:
         JITFunction.run = run
         execute = python_executor.run
 
-        def executed(schedule: Any, workspace: Any, op: str, fingerprint: int, inputs: Sequence[Any]) -> Any:
+        def executed(schedule: Any, memory: Any, op: str, fingerprint: int, inputs: Sequence[Any]) -> Any:
             path.gpu.know(inputs)
-            return execute(schedule, workspace, op, fingerprint, inputs)
+            return execute(schedule, memory, op, fingerprint, inputs)
 
         python_executor.run = executed
 

@@ -34,7 +34,7 @@ class VirtualRank:
         self.segment_layout = self.layout.for_kernels._replace(num_slots=num_slots)
         self.segments = torch.tensor([segment.data_ptr() for segment in segments])
         self.buffers, self.segment = segments, segments[rank]
-        self.device, self.schedules, self.kernels = torch.device("cpu"), dict[Any, Any](), dict[int, Any]()
+        self.device, self.kernels = torch.device("cpu"), dict[int, Any]()
         self.slot_bytes = slot_bytes
         self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
         self.word(self.layout.timeout)[0] = int(60e9)

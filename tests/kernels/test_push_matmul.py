@@ -21,13 +21,12 @@ from triton.runtime.errors import InterpreterError
 from fusedcomm.kernels.triton import primitives, rounds
 from fusedcomm.memory import segment
 from fusedcomm.memory.segment import HeaderLayout
-from fusedcomm.memory.workspace import Call
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.run.planned import chunked, fused
 from fusedcomm.testing import launch_now
-from fusedcomm.testing.virtual import VirtualGroup
+from fusedcomm.testing.virtual import VirtualGroup, run_op
 from tests.helpers.kernel_calls import by_name, check_calls, exchange_of
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.virtual_ranks import (
@@ -222,15 +221,16 @@ def test_host_driven_wait_that_fails() -> None:
     assert ranks[1].broken == [1 | 1 << 8, 0]
 
 
-@pytest.mark.parametrize("algorithm", [chunked, fused], ids=["chunked", "fused"])
+@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
 @pytest.mark.parametrize("name", ["packed qkv", "no rows"])
 def test_a_virtual_group_is_as_new_after_load(algorithm: Any, name: str) -> None:
     """Every rank's kernels run alone, wait for nobody, and leave no flag, no data and no epoch."""
     problem = CASES[name]
     exchange, given = exchange_of(problem, 2), integers(problem, 0, 2)
     group = VirtualGroup(2, max(1, 2 * exchange.chunk_numel * 4), "cpu")
+    args = Arguments(given[0], [given[1]], [given[2]], 2, "virtual 2")
     for _ in range(2):
-        group.load(lambda ws, *inputs: algorithm.push_matmul(Call("op", 7, exchange, ws), *inputs), 7, *given)
+        group.load(lambda ws: run_op(problem.op, algorithm, exchange, ws, args, 7), 7)
     (spans,) = exchange.rounds(1 << 40)
     for call in range(3):
         inputs = [integers(problem, rank, 2, seed=call) for rank in range(2)]

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedcomm
 from fusedcomm.memory import canaries, vote
-from fusedcomm.plan import planner
+from fusedcomm.ops import dispatch
+from fusedcomm.plan.call_plan import CallPlan
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem
@@ -129,17 +130,18 @@ def test_a_failed_call_keeps_neither_its_group_nor_its_tensors(rank: int) -> Non
 @on_ranks(2)
 def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
     """Two threads make a chunked and an unfused call of one group, and begin in another order on each rank."""
-    plan, answers, begun = planner.plan, dict[int, torch.Tensor](), threading.Event()
+    prepare, answers, begun = dispatch.prepare, dict[int, torch.Tensor](), threading.Event()
 
-    def small_is_unfused(op: str, exchange: Any, *args: Any) -> planner.Plan:
+    def small_is_unfused(op: str, exchange: Any, *args: Any) -> Any:
+        plan, ours = prepare(op, exchange, *args)
         begun.set()
-        return plan(op, exchange, *args) if exchange.k == 8 else planner.Plan(op, "unfused", "small")
+        return plan if exchange.k == 8 else CallPlan(op, "unfused", "small", exchange=exchange), ours
 
     def work(k: int) -> None:
         answers[k] = fusedcomm.matmul_all_reduce(torch.ones(4, k), torch.ones(k, 2), group)
 
     with fresh_group(TIMEOUT_S="5") as group, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "plan", small_is_unfused)
+        patch.setattr(dispatch, "prepare", small_is_unfused)
         with fusedcomm.force_algorithm("chunked"):
             for k in (8, 2):
                 work(k)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from fusedcomm.ops import dispatch
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import planner
 from fusedcomm.plan.geometry import shapes
+from fusedcomm.run import calls
 
 OP, GPU, BF16 = "matmul_all_to_all", torch.device("cuda:0"), torch.bfloat16
 ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)
@@ -37,6 +37,9 @@ class GpuWorkspace:
         pass
 
     check = forget_error = enter
+
+    def memory_facts(self) -> Any:
+        return SimpleNamespace(slot_bytes=self.slot_bytes)
 
 
 class GpuTensor:
@@ -61,26 +64,27 @@ class Gpu:
 
     def call(self, num_rows: int) -> str:
         exchange = shapes.matmul_all_to_all((num_rows, 512), (512, 2048), None, 0, 1, 2)
-        algorithms = {name: functools.partial(self.run, name) for name in ("chunked", "fused", "unfused")}
+        self.num_rows = num_rows
+        operands: Any = (), {}
         spec: Any = SimpleNamespace(
             name=OP,
             exchange_of=lambda args: exchange,
-            operands=lambda args: (),
-            algorithms=algorithms,
+            program="push_matmul",
+            operands=lambda args: operands,
             gathers=False,
             takes_lists=False,
         )
         dispatch.run(spec, Arguments(X, [], [None], 2, "group"))
         return self.ran[-1]
 
-    def run(self, name: str, call: Any, *args: Any) -> None:
-        self.ran.append(name)
-        if name == "unfused":
-            return
-        call.ran = SimpleNamespace(schedule=SimpleNamespace(can_be_captured=name == "fused"))
-        assert not (name == "chunked" and call.workspace.captured), "its host would have to ask for the epoch"
-        call.workspace.captured |= self.capturing
-        self.ran_on.append(call.workspace)
+    def run(self, plan: Any, memory: Any, *program: Any) -> Any:
+        self.ran.append(plan.algorithm)
+        if plan.has_workspace:
+            plan.schedule = SimpleNamespace(can_be_captured=plan.algorithm == "fused", steps=())
+            assert not (plan.algorithm == "chunked" and memory.captured), "its host would have to ask for the epoch"
+            memory.captured |= self.capturing
+            self.ran_on.append(memory)
+        return SimpleNamespace(returned=[])
 
 
 @pytest.fixture
@@ -88,6 +92,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     found = Gpu()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(dispatch, "prepare", found.prepare)
+    monkeypatch.setattr(dispatch, "kind_of", lambda spec, args: found.num_rows)
+    monkeypatch.setattr(calls, "run", found.run)
     monkeypatch.setattr(dispatch, "on_device", lambda device: nullcontext())
     yield found
     assert not captures.is_for_capture(torch.device("cpu"))

@@ -13,6 +13,7 @@ import torch
 import fusedcomm
 from fusedcomm.memory import flight_recorder, group_member, segment
 from fusedcomm.ops import prepared
+from fusedcomm.plan import call_plan
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
@@ -101,13 +102,11 @@ def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algor
 
 
 @on_ranks(2)
-def test_a_call_whose_input_is_no_argument_runs_in_python(rank: int) -> None:
+@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)], ids=str)
+def test_a_sum_that_the_group_does_not_divide(rank: int, shape: tuple[int, ...]) -> None:
     """x gets a row, so that all blocks of the sum have one size."""
-    problem = Problem("padded", (5, 6), 7, op="matmul_all_reduce")
-    with started_group("chunked") as group, python_calls() as ran:
-        for seed in range(CALLS):
-            check(group, problem, call(group, problem, seed), seed)
-        assert len(ran) == CALLS
+    with started_group("chunked") as group:
+        check_prepared(group, Problem("padded", shape, 7, op="matmul_all_reduce", bias=True), torch.float32)
 
 
 @on_ranks(2)
@@ -155,7 +154,7 @@ def test_plans_that_take_too_much_are_dropped(rank: int) -> None:
     x, most = torch.ones(12, 8), 3
     with (
         started_group("chunked") as group,
-        mock.patch.object(group_member, "MOST_PLAN_BYTES", most * 20 * prepared.STEP_BYTES),
+        mock.patch.object(group_member, "MOST_PLAN_BYTES", most * 20 * call_plan.STEP_BYTES),
     ):
         for rows in (*range(1, 10), *range(1, 10)):
             for _ in range(3):

@@ -16,18 +16,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedcomm
 from fusedcomm.memory import topology
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops import proof, table
+from fusedcomm.ops import proof
 from fusedcomm.ops.whole_group import PROGRAMS
 from fusedcomm.plan import planner
-from fusedcomm.plan.planner import Plan
-from fusedcomm.run.planned import chunked
+from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.run import calls
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -40,16 +39,15 @@ PUSH, GATHER, REDUCE = (
     NAMED["all_gather_matmul-batch-rows-gathered"],
     NAMED["matmul_reduce_scatter-columns-scattered"],
 )
+RIGHT = calls.run
+NO_MEMORY = "chunked could not be proved: rank 1 has no memory"
 LARGE = Problem("large", (600, 8), 512, 0, 1)
-Algorithm = Callable[..., Any]
+Plant = Callable[..., Any]
 
 
 @contextmanager
 def proving(folder: Path | str, plant: Callable[..., Any] | None = None, **env: str) -> Iterator[tuple[Any, list[str]]]:
-    """A group that proves, with a cache directory of its own, and what it proves.
-
-    ``plant``: what ``chunked`` of all ops is replaced by; it gets the rank, the algorithm and its arguments.
-    """
+    """A group that proves, with a cache directory of its own, and what it proves. ``plant``: in chunked of all ops."""
     made: list[str] = []
     prove = proof.prove
 
@@ -61,17 +59,23 @@ def proving(folder: Path | str, plant: Callable[..., Any] | None = None, **env: 
         stack.enter_context(mock.patch.object(topology, "_must_prove", lambda device: True))
         stack.enter_context(mock.patch.object(proof, "prove", counted))
         stack.enter_context(mock.patch.object(planner, "_logged", set()))
-        for op in OPS if plant is not None else ():
-            algorithms = table.OPS[op].algorithms
-            planted = planted_in(algorithms["chunked"], plant)
-            stack.enter_context(mock.patch.dict(algorithms, chunked=planted))
+        if plant is not None:
+            stack.enter_context(planted_in("chunked", plant))
         group = stack.enter_context(fresh_group(CACHE_DIR=str(folder), **env))
         yield group, made
         dist.barrier(group)
 
 
-def planted_in(right: Algorithm, plant: Callable[..., Any]) -> Algorithm:
-    return lambda call, *args, **options: plant(dist.get_rank(), right, call, *args, **options)
+def planted_in(algorithm: str, plant: Plant) -> Any:
+    """Calls of an algorithm run by ``plant(rank, calls.run, *its arguments)``."""
+    right = calls.run
+
+    def run(plan: CallPlan, *args: Any) -> calls.Ran:
+        if plan.algorithm != algorithm:
+            return right(plan, *args)
+        return plant(dist.get_rank(), right, plan, *args)
+
+    return mock.patch.object(calls, "run", run)
 
 
 @contextmanager
@@ -86,7 +90,7 @@ def warnings() -> Iterator[list[str]]:
         logging.getLogger("fusedcomm").removeHandler(handler)
 
 
-def plan_of_all(group: Any, problem: Problem) -> Plan:
+def plan_of_all(group: Any, problem: Problem) -> CallPlan:
     """The plan, which must be equal on all ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     plans: list[Any] = [None] * size
@@ -95,57 +99,54 @@ def plan_of_all(group: Any, problem: Problem) -> Plan:
     return plans[0]
 
 
-def first_result(result: Any) -> Tensor:
-    return result[0][0] if isinstance(result, tuple) else result
-
-
-def wrong_on_one_rank(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
-    result = right(*args, **options)
+def wrong_on_one_rank(rank: int, right: Plant, *args: Any) -> Any:
+    ran = right(*args)
     if rank == 1:
-        first_result(result)[-1, -1] += 1
-    return result
+        ran.returned[0][-1, -1] += 1
+    return ran
 
 
-def raises_on_one_rank(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+def raises_on_one_rank(rank: int, right: Plant, *args: Any) -> Any:
     if rank == 1:
         raise RuntimeError("planted")
-    return right(*args, **options)
+    return right(*args)
 
 
-def raises_everywhere(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+def raises_everywhere(rank: int, right: Plant, *args: Any) -> Any:
     raise MemoryError("planted")
 
 
-def late_on_one_rank(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+def late_on_one_rank(rank: int, right: Plant, *args: Any) -> Any:
     if rank == 1:
         time.sleep(2.5)  # longer than a proof's waits: half of the time-out of 4 s
-    return right(*args, **options)
+    return right(*args)
 
 
-def never_waits(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+def never_waits(rank: int, right: Plant, *args: Any) -> Any:
     """It takes what lies in the slot. A part comes late, so that it lies there too late."""
     if rank == 0:
         time.sleep(0.2)
     with mock.patch.object(Workspace, "wait", lambda *args: None):
-        return right(*args, **options)
+        return right(*args)
 
 
-def forgets_the_bias(rank: int, right: Algorithm, call: Any, x: Any, w: Any, bias: Any, *args: Any) -> Any:
-    return right(call, x, w, [None] if isinstance(bias, list) else None, *args)
+def forgets_the_bias(rank: int, right: Plant, plan: Any, memory: Any, name: str, operands: Any, facts: Any) -> Any:
+    x, w, bias, *others = operands
+    return right(plan, memory, name, (x, w, [None] if isinstance(bias, list) else None, *others), facts)
 
 
-def writes_past_its_slot(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:
-    result = right(call, *args, **options)
+def writes_past_its_slot(rank: int, right: Plant, plan: Any, memory: Any, *args: Any) -> Any:
+    ran = right(plan, memory, *args)
     if rank == 1:
-        call.workspace.buffers[0][-1] += 1
-    return result
+        memory.buffers[0][-1] += 1
+    return ran
 
 
-def wrong_where_copy_engines_send(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:
-    result = right(call, *args, **options)
-    if rank == 1 and call.workspace.least_copied == 0:
-        first_result(result)[0, 0] += 1
-    return result
+def wrong_where_copy_engines_send(rank: int, right: Plant, plan: Any, memory: Any, *args: Any) -> Any:
+    ran = right(plan, memory, *args)
+    if rank == 1 and memory.least_copied == 0:
+        ran.returned[0][0, 0] += 1
+    return ran
 
 
 PLANTED = {
@@ -215,11 +216,11 @@ def test_what_fails_its_proof_is_off_for_all_ranks(rank: int, tmp_path: Path, na
     assert time.monotonic() - start < 10
 
 
-def wrong_if_uneven(rank: int, right: Algorithm, call: Any, *args: Any, **options: Any) -> Any:
-    result = right(call, *args, **options)
-    if rank == 1 and call.exchange.cut is not None:
-        first_result(result)[0, 0] += 1
-    return result
+def wrong_if_uneven(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
+    ran = right(plan, *args)
+    if rank == 1 and plan.exchange.cut is not None:
+        ran.returned[0][0, 0] += 1
+    return ran
 
 
 UNEVEN = {  # calls whose parts differ in size, by rank and group; they give 4 everywhere
@@ -255,11 +256,11 @@ def test_parts_of_different_sizes_have_a_proof_of_their_own(
 
 @on_ranks(2)
 def test_other_ops_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
-    def wrong_in_float32(rank: int, right: Algorithm, call: Any, x: Tensor, *args: Any, **options: Any) -> Any:
-        result = right(call, x, *args, **options)
-        if rank == 1 and x.dtype == torch.float32 and not isinstance(result, tuple):
-            result[0, 0] += 1
-        return result
+    def wrong_in_float32(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
+        ran = right(plan, *args)
+        if rank == 1 and ran.returned[0].dtype == torch.float32 and not plan.exchange.gathers:
+            ran.returned[0][0, 0] += 1
+        return ran
 
     with proving(tmp_path, wrong_in_float32) as (group, _made):
         check(group, GATHER, call(group, GATHER))
@@ -291,10 +292,10 @@ def test_a_forced_algorithm_runs_without_a_proof_and_after_a_failed_one(rank: in
 def test_a_rank_that_leaves_a_proof_leaves_an_error_until_a_reset(rank: int, tmp_path: Path) -> None:
     """As in a call that makes memory: its peers wait where its next call does not come."""
 
-    def interrupted(rank: int, right: Algorithm, *args: Any, **options: Any) -> Any:
+    def interrupted(rank: int, right: Plant, *args: Any) -> Any:
         if rank == 1:
             raise KeyboardInterrupt
-        return right(*args, **options)
+        return right(*args)
 
     with proving(tmp_path, interrupted, TIMEOUT_S="2") as (group, made):
         with pytest.raises(KeyboardInterrupt if rank == 1 else fusedcomm.PeerTimeoutError):
@@ -303,7 +304,7 @@ def test_a_rank_that_leaves_a_proof_leaves_an_error_until_a_reset(rank: int, tmp
             call(group, PUSH)
         dist.barrier(group)
         fusedcomm.reset(group)
-        with mock.patch.dict(table.OPS[PUSH.op].algorithms, chunked=chunked.push_matmul):
+        with mock.patch.object(calls, "run", RIGHT):
             check(group, PUSH, call(group, PUSH))
         assert len(made) == 2 and plan_of_all(group, PUSH).algorithm == "chunked"
 
@@ -318,7 +319,7 @@ def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path
     with proving(tmp_path) as (group, made):
         with mock.patch.object(Member, "_allocate", without):
             check(group, PUSH, call(group, PUSH))
-        assert plan_of_all(group, PUSH) == Plan(PUSH.op, "unfused", "chunked could not be proved: rank 1 has no memory")
+        assert plan_of_all(group, PUSH) == CallPlan(PUSH.op, "unfused", NO_MEMORY)
         assert len(made) == 1
         fusedcomm.reset(group)
         check(group, PUSH, call(group, PUSH))
@@ -353,7 +354,7 @@ def gpu_member(verdict: topology.Topology = ABLE) -> Member:
 def test_a_capture_is_refused_with_what_to_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="on every rank inside"):
-        proof.prove(PUSH.op, "fused", {}, torch.bfloat16, gpu_member(), False)
+        proof.prove(PUSH.op, "fused", torch.bfloat16, gpu_member(), False)
 
 
 def test_gpus_prove_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

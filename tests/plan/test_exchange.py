@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import PushedMatmul
 from fusedcomm.plan.geometry import shapes
-from fusedcomm.plan.geometry.spans import Range, block_shape, span
-from fusedcomm.run.now import Now
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.spans import Range, RoundSpans, block_shape, span
+from tests.helpers.kernel_calls import run_now
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import Problem, integers
 
@@ -50,8 +53,13 @@ def test_long_interleaved_runs_are_multiplied_in_place() -> None:
         for spans in exchange.rounds(exchange.chunk_numel):
             for dst_rank in range(2):
                 chunk = torch.full((exchange.chunk_numel,), float("nan"))
-                PushedMatmul(Now(x.device), x, w, None, exchange)(spans, dst_rank, chunk)
+                run_now(partial(multiply, exchange, spans, dst_rank), x, w, chunk)
                 torch.testing.assert_close(chunk.view(exchange.block), y.chunk(2, scatter_dim)[dst_rank])
+
+
+def multiply(exchange: Exchange, spans: RoundSpans, dst_rank: int, s: Builder, *tensors: torch.Tensor) -> None:
+    x, w, chunk = tensors
+    PushedMatmul(s, x, w, None, exchange)(spans, dst_rank, chunk)
 
 
 def indices(span: Span, peer: int) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fusedcomm.run.pieces import Piece
+from fusedcomm.plan.pipelined import Piece
 from tests.helpers.group_collectives import one_buffer
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races

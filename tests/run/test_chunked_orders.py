@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("triton")
 
 from fusedcomm.errors import PeerError
-from fusedcomm.memory.workspace import Call, Workspace
-from fusedcomm.plan import chunked as plan
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import copies
 from fusedcomm.plan.builder import Device
+from fusedcomm.plan.call_plan import CallPlan
 from fusedcomm.plan.geometry import exchange
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import calls
-from fusedcomm.run.planned import chunked
 from fusedcomm.run.python_executor import Execution
-from fusedcomm.testing.virtual import VirtualGroup
+from fusedcomm.testing.virtual import VirtualGroup, run_op
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 from tests.helpers.schedule.random_orders import Gpus, NoProgressError
@@ -65,21 +65,15 @@ def cut_in(num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "rounds", cut)
 
 
-def call(
-    problem: Problem, workspace: Workspace, inputs: Any, by_product: bool, algorithm: Any
-) -> tuple[Any, Tensor | None]:
-    """The op's function of an algorithm, and the exchanged or gathered x if it is asked for."""
+def call(problem: Problem, workspace: Workspace, inputs: Any, by_product: bool, algorithm: str) -> list[Tensor]:
+    """The op's results by an algorithm, and behind them the exchanged or gathered x if it is asked for."""
     x, w, bias = inputs
-    made = Call(problem.op, FINGERPRINT, problem.exchange(x, w, workspace.group_size), workspace)
-    scale = 1 / workspace.group_size if problem.reduce_op == "avg" else 1.0
-    if problem.op == "matmul_all_to_all":
-        return algorithm.push_matmul(made, x, w, bias), None
-    if problem.op in GATHERS:
-        ws, biases = (w, bias) if isinstance(w, list) else ([w], [bias])
-        outs, arrived = algorithm.gather_matmul(made, x, ws, biases, by_product)
-        return (outs if isinstance(w, list) else outs[0]), arrived
-    push = algorithm.push_reduce if problem.op == "matmul_reduce_scatter" else algorithm.push_reduce_gather
-    return push(made, x, w, *((None, scale, bias) if problem.partial else (bias, scale))), None
+    size = workspace.group_size
+    ws, biases = (w, bias) if isinstance(w, list) else ([w], [bias])
+    partial, biases = (bias, [None]) if problem.partial else (None, biases)
+    options = {"reduce_op": problem.reduce_op, "return_gathered": by_product, "partial_bias": partial}
+    args = Arguments(x, ws, biases, size, workspace.group_name, **options)
+    return run_op(problem.op, algorithm, problem.exchange(x, w, size), workspace, args, FINGERPRINT)
 
 
 class Run:
@@ -94,7 +88,7 @@ class Run:
         writes_words: bool = True,
         num_calls: int = 2,
         leaves: type[Exception] | None = None,
-        algorithm: Any = chunked,
+        algorithm: str = "chunked",
     ) -> None:
         """``leaves``: what a rank's call may raise."""
         self.problem, self.group_size, self.dtype, self.algorithm = problem, group_size, dtype, algorithm
@@ -116,10 +110,9 @@ class Run:
             values = integers(self.problem, workspace.rank, self.group_size, self.dtype, seed)
         x = torch.empty_like(values[0])
         x.copy_(values[0])
-        out, arrived = call(self.problem, workspace, (x, *values[1:]), self.by_product, self.algorithm)
-        kept = [each.clone() for each in as_list(out) + ([] if arrived is None else [arrived])]
-        x.fill_(float("nan"))
-        for each in as_list(out):
+        outs = call(self.problem, workspace, (x, *values[1:]), self.by_product, self.algorithm)
+        kept = [each.clone() for each in outs]
+        for each in (x, *outs):
             each.fill_(float("nan"))
         return kept
 
@@ -221,7 +214,7 @@ def test_ctrl_c_at_the_end_leaves_both_streams_joined(interrupted: int, monkeypa
     with Gpus([workspace]).enqueue_all():
         monkeypatch.setattr(Execution, "step", step)
         with pytest.raises(KeyboardInterrupt):
-            call(PUSH, workspace, integers(PUSH, 0, 2, BF16), False, chunked)
+            call(PUSH, workspace, integers(PUSH, 0, 2, BF16), False, "chunked")
         assert {workspace.side_stream(), workspace.reading_stream()} <= set(joined)
 
 
@@ -230,7 +223,7 @@ def test_each_round_takes_the_staging_of_the_last_one(monkeypatch: pytest.Monkey
     cut_in(8, monkeypatch)
     problem, workspace = Problem("tokens", (16, 5), 4, 0, 1), VirtualGroup(3, SLOT_BYTES, "cpu").workspaces[0]
     x, w, _ = integers(problem, 0, 3, BF16)
-    made = Call(problem.op, FINGERPRINT, problem.exchange(x, w, 3), workspace)
+    made = CallPlan(problem.op, "chunked", "test", fingerprint=FINGERPRINT, exchange=problem.exchange(x, w, 3))
     monkeypatch.setattr(workspace, "device_facts", lambda: Device(is_gpu=True))
-    schedule = calls.schedule_of(made, plan.push_matmul, x, w, None, None)
+    schedule = calls.schedule_of(made, workspace, "push_matmul", (x, w, None, None), {})
     assert schedule.num_rounds == 8 and len(schedule.temporaries) == 2  # one for each peer

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("triton")
 
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.run.planned import fused
 from tests.helpers.problems import Problem, integers
 from tests.helpers.schedule.random_orders import NoProgressError
 from tests.helpers.tiers import thorough_but
@@ -32,7 +31,7 @@ def run(problem: Problem, by_copy: bool, num_rounds: int = 3, **options: Any) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Workspace, "least_copied", 0 if by_copy else 1 << 62)
         cut_in(num_rounds, patch)
-        return Run(problem, algorithm=fused, **options)
+        return Run(problem, algorithm="fused", **options)
 
 
 @by_whom

@@ -1,4 +1,4 @@
-"""Launches of a step, and which calls have one schedule."""
+"""Launches of a step, and which calls have one plan and one schedule."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fusedcomm.memory.workspace import Call
-from fusedcomm.plan import chunked, fused
+from fusedcomm.ops import dispatch, table
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan.builder import Device
+from fusedcomm.plan.call_plan import CallPlan
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.schedule import Launch
 from fusedcomm.run import calls, launching
@@ -50,41 +51,36 @@ def test_the_second_launch_takes_what_was_compiled(compiles: Any, monkeypatch: p
     assert len(workspace.kernels) == (compiles is True)
 
 
-def schedule(workspace: Any, x: torch.Tensor, w: torch.Tensor, exchange: Any, program: Any = fused.push_matmul) -> Any:
-    return calls.schedule_of(Call("op", 1, exchange, workspace), program, x, w, None, None)
-
-
-def exchange_of(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 2)
-
-
-def test_what_differs_has_another_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    workspace, x, w = VirtualGroup(2, 1 << 12, "cpu").workspaces[0], torch.zeros(8, 8), torch.zeros(8, 4)
-    exchange = exchange_of(x, w)
-    first = schedule(workspace, x, w, exchange)
-    assert schedule(workspace, torch.ones(8, 8), w, exchange) is first
-    behind = torch.zeros(65)[1:].view(8, 8)
-    assert behind.data_ptr() % 16
-    others = [
-        schedule(workspace, behind, w, exchange),
-        schedule(workspace, x.mT, w, exchange),
-        schedule(workspace, x.bfloat16(), w.bfloat16(), exchange),
-        schedule(workspace, x[:6], w, exchange_of(x[:6], w)),
-        schedule(workspace, x, w, exchange, chunked.push_matmul),
-    ]
-    for device in (Device(num_sms=2), Device(allow_tf32=True), Device(architecture=90)):
-        monkeypatch.setattr(workspace, "device_facts", lambda device=device: device)
-        others.append(schedule(workspace, x, w, exchange))
-    assert len({id(each) for each in (first, *others)}) == 1 + len(others)
-
-
-def test_there_is_an_end_to_schedules_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_MOST_KEPT", 4)
+def test_kernels_of_a_workspace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST_KEPT", 4)
     monkeypatch.setattr(launching, "kernel", lambda name: Kernel(True))
-    workspace, w = VirtualGroup(2, 1 << 12, "cpu").workspaces[0], torch.zeros(8, 4)
-    for rows in range(2, 20, 2):
-        x = torch.zeros(rows, 8)
-        schedule(workspace, x, w, exchange_of(x, w))
-        launching.launch(Launch("module.kernel", 1, (), ()), workspace, 1, lambda place: w)
-    assert len(workspace.schedules) <= 4 and len(workspace.kernels) <= 4
+    (workspace,) = VirtualGroup(1, 128, "cpu").workspaces
+    for _ in range(9):
+        launching.launch(Launch("module.kernel", 1, (), ()), workspace, 1, lambda place: torch.zeros(1))
+    assert 0 < len(workspace.kernels) <= 4
+
+
+def test_a_plan_has_another_schedule_for_another_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, x, w = VirtualGroup(2, 1 << 12, "cpu").workspaces[0], torch.zeros(8, 8), torch.zeros(8, 4)
+    plan = CallPlan("op", "fused", "test", exchange=shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 2))
+    made = [calls.schedule_of(plan, workspace, "push_matmul", (x, w, None, None), {}) for _ in range(2)]
+    for device in (Device(num_sms=2), Device(allow_tf32=True), Device(architecture=90)):
+        monkeypatch.setattr(workspace, "device_facts", lambda device=device: device)
+        made.append(calls.schedule_of(plan, workspace, "push_matmul", (x, w, None, None), {}))
+    assert len({id(each) for each in made}) == 4 and made[0] is made[1] and made[-1] is plan.schedule
+
+
+def test_calls_that_differ_are_of_other_kinds() -> None:
+    x, w = torch.zeros(8, 8), torch.zeros(8, 4)
+    behind, spec = torch.zeros(65)[1:].view(8, 8), table.MATMUL_ALL_TO_ALL
+    assert behind.data_ptr() % 16
+    args = Arguments(x, [w], [None], 2, "group", gather_dim=0, scatter_dim=1)
+    kinds = [
+        dispatch.kind_of(spec, each)
+        for each in (
+            args,
+            *(args._replace(x=t) for t in (torch.ones(8, 8), behind, x.mT, x.bfloat16(), x[:6])),
+            *(args._replace(gather_dim=1), args._replace(out_shape=[2, 2]), args._replace(biases=[torch.zeros(4)])),
+        )
+    ]
+    assert kinds[0] == kinds[1] and len({*kinds}) == len(kinds) - 1

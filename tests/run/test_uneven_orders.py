@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("triton")
 
 from fusedcomm.errors import PeerError
-from fusedcomm.memory.workspace import Call, Workspace
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import launches, moves
 from fusedcomm.plan.geometry import exchange
-from fusedcomm.run.planned import chunked
+from fusedcomm.testing.virtual import run_op
 from tests.helpers.schedule.random_orders import NoProgressError
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
@@ -54,14 +55,8 @@ class UnevenRun(Run):
             given, w, bias = case.inputs(size, seed)[rank]
         x = torch.empty_like(given)
         x.copy_(given)
-        call = Call(case.op, FINGERPRINT, case.exchange(x, w, rank, size), workspace)
-        if case.op == A2A:
-            outs = [self.algorithm.push_matmul(call, x, w, bias)]
-        elif case.op == REDUCE:
-            outs = [self.algorithm.push_reduce(call, x, w, bias, 1.0)]
-        else:
-            (y,), arrived = self.algorithm.gather_matmul(call, x, [w], [bias], self.by_product)
-            outs = [y] if arrived is None else [y, arrived]
+        args = Arguments(x, [w], [bias], size, workspace.group_name, return_gathered=self.by_product)
+        outs = run_op(case.op, self.algorithm, case.exchange(x, w, rank, size), workspace, args, FINGERPRINT)
         kept = [out.clone() for out in outs]
         for each in (x, *outs):
             each.fill_(float("nan"))
@@ -88,7 +83,7 @@ def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(name: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
     case: Any = CASES[name]
-    UnevenRun(case, group_size, torch.float32, num_calls=num_calls, algorithm=chunked, **options).finish(seed)
+    UnevenRun(case, group_size, torch.float32, num_calls=num_calls, **options).finish(seed)
 
 
 @pytest.mark.parametrize("name", thorough_but(QUICK, CASES))

@@ -24,7 +24,8 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.memory import topology
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops import table
+from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.run import calls
 from fusedcomm.tools import main, selftest, selftest_checks
 from fusedcomm.tools.selftest_checks import ExactCall
 
@@ -100,16 +101,16 @@ def no_native_part(rank: int) -> Any:
 
 def wrong_chunked(rank: int) -> Any:
     """One element of what chunked makes, on one rank, is wrong, in one dtype."""
-    algorithms = table.OPS["matmul_reduce_scatter"].algorithms
-    ours = algorithms["chunked"]
+    ours = calls.run
 
-    def wrong(call: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        y = ours(call, x, *args, **options)
-        if rank == 1 and x.dtype == torch.float16:
+    def wrong(plan: CallPlan, *args: Any) -> calls.Ran:
+        ran = ours(plan, *args)
+        (y, *_) = ran.returned
+        if rank == 1 and (plan.op, plan.algorithm, y.dtype) == ("matmul_reduce_scatter", "chunked", torch.float16):
             y[0, 0] += 1
-        return y
+        return ran
 
-    return mock.patch.dict(algorithms, chunked=wrong)
+    return mock.patch.object(calls, "run", wrong)
 
 
 def nothing_wrong(rank: int) -> Any:

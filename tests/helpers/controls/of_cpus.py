@@ -19,12 +19,6 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/ops/test_prepared.py::test_arguments_that_share_a_storage_while_they_are_recorded",
     ),
-    "a call whose input is no argument is not prepared": Control(
-        PREPARED,
-        "        if any(t is not None and source is None for t, source in zip(ran.inputs, sources, strict=True)):",
-        "        if False:",
-        "tests/ops/test_prepared.py::test_a_call_whose_input_is_no_argument_runs_in_python",
-    ),
     "a kind of call has strides": Control(
         "kernels/cpu/prepared_calls.h",
         "    key.append(t.strides().begin(), t.strides().end());\n",

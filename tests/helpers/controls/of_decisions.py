@@ -77,7 +77,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "a capture loads no kernels": Control(
         "fusedcomm/ops/dispatch.py",
-        "        if is_capturing(ours.device) and (kernels, workspace.slot_bytes) not in ours.loaded:",
+        "        if is_capturing(ours.device) and (kind, workspace.slot_bytes) not in ours.loaded:",
         "        if False:",
         "tests/ops/test_captures.py::test_a_capture_runs_what_a_call_before_it_has_loaded",
     ),

@@ -11,7 +11,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from fusedcomm.run import pieces
+from fusedcomm.run import group_collectives
 from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.streams import Event, Streams
 
@@ -54,7 +54,7 @@ def in_place_of_torchs(begin: Begin, streams: Streams, groups: Mapping[str, Pret
 
     functions = mock.Mock(all_gather_into_tensor_out=all_gather, wait_tensor=wait_tensor)
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pieces.dist, "all_to_all_single", all_to_all))
-        stack.enter_context(mock.patch.object(pieces, "_c10d", functions))
-        stack.enter_context(mock.patch.object(pieces, "find", groups.__getitem__))
+        stack.enter_context(mock.patch.object(group_collectives.dist, "all_to_all_single", all_to_all))
+        stack.enter_context(mock.patch.object(group_collectives, "_c10d", functions))
+        stack.enter_context(mock.patch.object(group_collectives, "find", groups.__getitem__))
         yield

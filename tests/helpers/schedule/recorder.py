@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.env import WITH_WORKSPACE
 from fusedcomm.memory import launch_order, stream_writes
+from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
-from fusedcomm.memory.workspace import Call, Workspace
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
-from fusedcomm.ops.dispatch import fingerprint_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.run import reference
+from fusedcomm.plan.call_plan import CallPlan, fingerprint_of
+from fusedcomm.run import calls, reference
 from tests.helpers.schedule import async_collectives, torch_ops
 from tests.helpers.schedule.async_collectives import PretendedGroup
 from tests.helpers.schedule.kernel_effects import EFFECTS, EPOCH, WORD, Group, Launch
@@ -130,12 +130,14 @@ class Recorder(TorchDispatchMode):
         spec = OPS[op]
         bound = spec.bind(args)
         exchange = spec.exchange_of(bound)
-        call = Call(op, fingerprint_of(op, exchange.key, bound.x.dtype), exchange, group_name=bound.group_name)
-        call.num_rounds = async_collectives.NUM_PIECES
-        if self.algorithm in WITH_WORKSPACE:
-            call.memory = self.workspaces[bound.group_name]
-        made = spec.algorithms[self.algorithm](call, *spec.operands(bound))
-        return spec.returned(dispatch.results(spec, bound.x, made))
+        fingerprint = fingerprint_of(op, exchange.key, bound.x.dtype)
+        plan = CallPlan(op, self.algorithm, "recorded", fingerprint=fingerprint, exchange=exchange)
+        plan.num_rounds = async_collectives.NUM_PIECES
+        memory: CallMemory = self.workspaces[bound.group_name]
+        if not plan.has_workspace:
+            memory = CallMemory(memory.rank, memory.group_size, memory.group_name, DEVICE)
+        ran = calls.run(plan, memory, spec.program, *spec.operands(bound))
+        return spec.returned(dispatch._results(spec, bound, ran))
 
     # ---- what torch does
 

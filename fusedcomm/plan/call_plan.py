@@ -1,0 +1,65 @@
+"""A call worked out: by which algorithm it runs and why, and its schedule, once its memory is there."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusedcomm import env
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.schedule import Schedule
+
+_PLAN_BYTES = 4 << 10  # of a plan without a schedule, and of the key that finds it
+STEP_BYTES = 2 << 10  # of a schedule; as much again of one that is loaded natively, with the views that it keeps
+
+
+@dataclass(repr=False)
+class CallPlan:
+    """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
+
+    Attributes:
+        op: the name of the op.
+        algorithm: "unfused", "chunked", "fused" or "pipelined".
+        reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
+            from.
+        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
+        num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
+            next: the pieces of a pipelined call; 0 where it runs unfused.
+        sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
+        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
+        schedule: the steps of a call that has run, None of one that has not, or runs unfused. It is this rank's own.
+    """
+
+    op: str
+    algorithm: str
+    reason: str
+    slot_bytes: int = 0  # what one round needs
+    num_rounds: int = 0
+    sent_bytes: int = 0
+    backend_sums: bool = False  # whether the backend adds what is sent, in its own order and precision
+    fingerprint: int = 0
+    exchange: Exchange | None = field(default=None, compare=False)
+    schedule: Schedule | None = field(default=None, compare=False)
+    made_for: Hashable = field(default=None, compare=False)  # the facts of memory and device in the schedule
+
+    @property
+    def has_workspace(self) -> bool:
+        return self.algorithm in env.WITH_WORKSPACE
+
+    @property
+    def num_bytes(self) -> int:
+        """About as much as it takes."""
+        return _PLAN_BYTES + (0 if self.schedule is None else len(self.schedule.steps) * STEP_BYTES)
+
+    def __repr__(self) -> str:
+        rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        if self.algorithm == "pipelined":
+            rounds = f", {self.num_rounds} pieces, {self.sent_bytes / (1 << 20):.3g} MiB sent"
+        return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
+
+
+def fingerprint_of(*facts: Any) -> int:
+    """24 bits, never 0, equal on ranks that make the same call."""
+    return zlib.crc32(repr(facts).encode()) & 0xFFFFFF or 1
