@@ -21,6 +21,11 @@ def workspace_bytes() -> int:
     return int(_positive("FUSEDCOMM_WORKSPACE_BYTES", float(1 << 30)))
 
 
+def plan_bytes() -> int:
+    """``FUSEDCOMM_PLAN_BYTES``: the most memory for the plans of a group's calls, on one device (default 256 MiB)."""
+    return int(_positive("FUSEDCOMM_PLAN_BYTES", float(256 << 20)))
+
+
 def results_bytes() -> int:
     """``FUSEDCOMM_RESULTS_BYTES``: the most memory for results that peers write in place, per group and rank, on CPUs
     (default 2 GiB; 0 switches it off).
@@ -122,6 +127,7 @@ SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError
     "FUSEDCOMM_CHECK": check,
     "FUSEDCOMM_DUMP_DIR": dump_dir,
     "FUSEDCOMM_HOST_ID": host_id,
+    "FUSEDCOMM_PLAN_BYTES": plan_bytes,
     "FUSEDCOMM_PROVE": prove,
     "FUSEDCOMM_RESULTS_BYTES": results_bytes,
     "FUSEDCOMM_TIMEOUT_S": timeout_s,

@@ -41,7 +41,6 @@ from fusedcomm.plan.call_plan import CallPlan
 log = logging.getLogger("fusedcomm")
 
 _MIN_SLOT_BYTES = 1 << 20
-MOST_PLAN_BYTES = 256 << 20  # of all plans of a group
 
 
 class WorkspaceUnavailable(Exception):
@@ -293,7 +292,7 @@ class Member:
     def count_plan(self, num_bytes: int) -> None:
         """Count a new plan. Where all are too large together, all go, and later calls are planned anew."""
         self.plan_bytes += num_bytes
-        if self.plan_bytes > MOST_PLAN_BYTES:
+        if self.plan_bytes > self.topology.plan_bytes:
             self.prepare_anew()
 
     def _allocate(self, size: int, *, initialise: bool) -> tuple[torch.Tensor | None, str]:

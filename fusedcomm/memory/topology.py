@@ -40,6 +40,7 @@ class Topology:
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
     results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
+    plan_bytes: int = 256 << 20  # the smallest FUSEDCOMM_PLAN_BYTES of all ranks
     backend: str = ""  # what runs the group's own collectives on this device type
     across: Reach | None = None  # what the group spans, where it has several hosts
     num_hosts: int = 1
@@ -90,6 +91,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         results_bytes=min(fact["results_bytes"] for fact in facts),
+        plan_bytes=min(fact["plan_bytes"] for fact in facts),
         constants=apart or constants,
         check=any(fact["check"] for fact in facts),
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
@@ -149,6 +151,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
     return {
         "workspace_bytes": env.workspace_bytes(),
         "results_bytes": env.results_bytes() if device.type == "cpu" else 0,
+        "plan_bytes": env.plan_bytes(),
         "algorithm": env.algorithm(),
         "check": env.check(),
         "backend_sums": env.backend_sums(),

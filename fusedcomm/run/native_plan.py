@@ -93,7 +93,7 @@ def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
         case EndRound():
             plan.with_number(facts, native.END_ROUND, 0)
         case _:
-            raise NotPackableError(f"{type(work).__name__} runs in Python")
+            raise NotPackableError("the step is not one that the native part has")
 
 
 def _places(places: Sequence[Place], numbers: Sequence[int]) -> list[Any]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.memory import flight_recorder, group_member, segment
+from fusedcomm.memory import flight_recorder, segment
 from fusedcomm.ops import prepared
 from fusedcomm.plan import call_plan
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
@@ -152,15 +151,14 @@ def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
 @on_ranks(2)
 def test_plans_that_take_too_much_are_dropped(rank: int) -> None:
     x, most = torch.ones(12, 8), 3
-    with (
-        started_group("chunked") as group,
-        mock.patch.object(group_member, "MOST_PLAN_BYTES", most * 20 * call_plan.STEP_BYTES),
-    ):
+    with started_group("chunked", PLAN_BYTES=str(2 * most * 10 * call_plan.STEP_BYTES)) as group:
         for rows in (*range(1, 10), *range(1, 10)):
             for _ in range(3):
                 y = fusedcomm.matmul_all_reduce(x[: 2 * rows], torch.ones(8, 6), group)
                 assert y.eq(16).all() and y.shape == (min(2 * rows, 12), 6)
-            assert len(member_of(group).prepared) <= most
+            ours = member_of(group)
+            assert len(ours.prepared) <= most and sum(plan.num_bytes for plan in ours.plans.values()) <= ours.plan_bytes
+            assert ours.plan_bytes <= ours.topology.plan_bytes
 
 
 @on_ranks(2)

@@ -380,7 +380,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "all plans of a group take bounded memory": Control(
         "fusedcomm/memory/group_member.py",
-        "if self.plan_bytes > MOST_PLAN_BYTES:",
+        "if self.plan_bytes > self.topology.plan_bytes:",
         "if False:",
         "tests/ops/test_prepared.py::test_plans_that_take_too_much_are_dropped",
     ),
