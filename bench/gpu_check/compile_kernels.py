@@ -107,7 +107,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
     for shape in kernel_speed.SHAPES:
         for name, kernel in kernel_speed.MATMULS.items():
             yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
-    yield "pack", lambda: kernel_speed.pack(META)[0].run()
+    yield "pack", _pack
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:
         yield f"reduce R={size}", partial(_reduce, size)
@@ -138,6 +138,10 @@ def _signals(group_size: int) -> None:
 
 def _matmul(kernel: Callable[..., kernel_speed.KernelProblem], shape: kernel_speed.MatmulShape) -> None:
     kernel(*shape.operands(META)).run()
+
+
+def _pack() -> None:
+    kernel_speed.pack(META)[0].run()
 
 
 def _unpack() -> None:
