@@ -13,6 +13,7 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Described
 
+_LEAST_BLOCK_K = 16  # of tensor cores, at 2 bytes an element
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
 _INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
 _DESCRIBED_BYTES = 1 << 40  # strides of descriptors are below it
@@ -23,9 +24,12 @@ def can_describe_x(s: Builder, x: Tensor) -> bool:
     return are_multiples_of_16(s.address_mod_16(x), x.shape[1] * x.itemsize) and max(x.shape) <= _INT32_MAX
 
 
-def can_describe_w(s: Builder, w: Tensor, num_parts: int = 1) -> bool:
-    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous, each part of K by itself."""
-    view = _view_of(w, num_parts)
+def can_describe_w(s: Builder, w: Tensor, num_parts: int, whole: bool) -> bool:
+    """Whether a tensor descriptor can load w [num_batches, K, N], K or N contiguous, each part of K by itself.
+
+    ``whole``: no block of K ends early.
+    """
+    view = _view_of(w, num_parts, whole)
     if view is None:
         return False
     shape, strides = view
@@ -37,27 +41,25 @@ def can_describe_w(s: Builder, w: Tensor, num_parts: int = 1) -> bool:
     )
 
 
-def _view_of(w: Tensor, num_parts: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _view_of(w: Tensor, num_parts: int, whole: bool) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape of w's descriptor, and its strides but the last, 1. None if rows overlap, as in an expanded tensor.
 
     Batches lie below one another where no block of K ends early. Otherwise such a block would reach into the next
     batch, or the next source's part of K. Then these have a dim in front, and behind the end of each lie zeros.
     """
     num_batches, num_k, num_n = w.shape
-    num_k //= num_parts
-    row_major = w.stride(2) == 1
+    step, row_major = row_step(w), w.stride(2) == 1
     length, row = (num_k, num_n) if row_major else (num_n, num_k)
-    step, whole = row_step(w), num_k % tiles.BLOCK_K == 0
-    if step < w.shape[2 if row_major else 1]:
+    follow = num_batches == 1 or w.stride(0) == length * step
+    if step < row or (not follow and (num_parts > 1 or w.stride(0) < length * step)):
         return None
-    follow = num_batches == 1 or w.stride(0) == step * (w.shape[1] if row_major else num_n)
     if follow and (whole or num_batches * num_parts == 1):
-        return (num_batches * (num_parts if row_major else 1) * length, row if row_major else row * num_parts), (step,)
+        return (num_batches * length, row), (step,)
     if num_parts == 1:
-        return ((num_batches, length, row), (w.stride(0), step)) if w.stride(0) >= length * step else None
-    if not follow or (num_batches > 1 and not row_major):
-        return None
-    return (num_batches * num_parts, length, row), (length * step if row_major else row, step)
+        return (num_batches, length, row), (w.stride(0), step)
+    if row_major:
+        return (num_batches * num_parts, length // num_parts, row), (length // num_parts * step, step)
+    return ((num_parts, length, row // num_parts), (row // num_parts, step)) if num_batches == 1 else None
 
 
 def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int) -> bool:
@@ -65,7 +67,7 @@ def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int) -> boo
     one run, behind which lie zeros.
     """
     columns = spans.columns
-    if columns.size == 0 or (columns.inner < columns.size and columns.inner % tiles.BLOCK_K):
+    if columns.size == 0 or (columns.inner < columns.size and columns.inner % _LEAST_BLOCK_K):
         return False
     num_rows = group_size * (spans.chunk_numel // columns.size)
     return are_multiples_of_16(columns.size * itemsize) and max(num_rows, columns.size) <= _INT32_MAX
@@ -110,8 +112,8 @@ def describe_slots(s: Builder, spans: RoundSpans, dtype: torch.dtype, config: ti
     )
 
 
-def describe_w(s: Builder, w: Tensor, config: tiles.TileConfig, num_parts: int = 1) -> Described:
-    view = _view_of(w, num_parts)
+def describe_w(s: Builder, w: Tensor, config: tiles.TileConfig, num_parts: int, whole: bool) -> Described:
+    view = _view_of(w, num_parts, whole)
     assert view is not None
     shape, strides = view
     block = (config.block_k, config.block_n) if w.stride(2) == 1 else (config.block_n, config.block_k)

@@ -49,7 +49,8 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
         x, w = _zeros(s, x, *x.shape[:-1], 1), _zeros(s, x, *w.shape[:-2], 1, w.shape[-1])
     x, w = s.contiguous(s.reshape(x, x.shape[:-1].numel(), x.shape[-1])), _matrices(s, w)
     _, num_k, num_n = w.shape
-    describable = can_describe_x(s, x) and can_describe_w(s, w)
+    parts = 1, num_k % tiles.BLOCK_K == 0
+    describable = can_describe_x(s, x) and can_describe_w(s, w, *parts)
     shift = column_shift(w, spans.columns)
     shape = tiles.Shape(spans.batches.size, spans.rows, spans.columns, num_k, s.group_size)
     if describable and s.device.has_tma:
@@ -71,7 +72,7 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
     )
     arguments = (
         describe_x(s, x, config) if use_tma else s.place(x),
-        *_weights(s, w, bias, config, use_tma),
+        *_weights(s, w, bias, config, use_tma, parts),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count, config.per_sm)
@@ -115,10 +116,14 @@ def gather_matmul(
     split_k = spans.columns.size != num_k
     assert own or not split_k
     num_parts = s.group_size if split_k else 1
+    one_run = spans.columns.inner >= spans.columns.size
+    parts = num_parts, not one_run or spans.columns.size % tiles.BLOCK_K == 0
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
-    describable = can_describe_slots(spans, s.group_size, w.itemsize) and can_describe_w(s, w, num_parts)
+    describable = can_describe_slots(spans, s.group_size, w.itemsize) and can_describe_w(s, w, *parts)
     config = _matmul_config(s, out, shape, "gather", describable, _aligned(w, *spans.columns))
     use_tma = s.device.has_tma and describable
+    if use_tma and not one_run:  # a box is of one run
+        config = config._replace(block_k=math.gcd(spans.columns.inner, config.block_k))
     in_runs = tiles.in_runs(spans.columns, config.block_k)
     traits = Traits(
         use_tma,
@@ -144,7 +149,7 @@ def gather_matmul(
     arguments = (
         s.place(out),
         describe_slots(s, spans, out.dtype, config) if use_tma else None,
-        *_weights(s, w, bias, config, use_tma, num_parts),
+        *_weights(s, w, bias, config, use_tma, parts),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
@@ -299,9 +304,9 @@ def _matrices(s: Builder, w: Tensor) -> Tensor:
 
 
 def _weights(
-    s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool, num_parts: int = 1
+    s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool, parts: tuple[int, bool]
 ) -> tuple[Any, Place | None]:
-    return describe_w(s, w, config, num_parts) if use_tma else s.place(w), _vector(s, bias)
+    return describe_w(s, w, config, *parts) if use_tma else s.place(w), _vector(s, bias)
 
 
 def _aligned(w: Tensor, *numbers: int) -> bool:

@@ -135,7 +135,7 @@ def cost(rated: Rated, shape: Shape, num_programs: int) -> int:
 
 def boxes(config: TileConfig, shape: Shape) -> bool:
     """Whether every tile is one box of x and one of w, as tensor descriptors load them."""
-    return bool(in_runs(shape.rows, config.block_m) and in_runs(shape.columns, config.block_n))
+    return in_runs(shape.rows, config.block_m) > 0 and in_runs(shape.columns, config.block_n) > 0
 
 
 def copy_config(arch: int, span: Span, itemsize: int) -> CopyConfig:

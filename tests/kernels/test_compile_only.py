@@ -93,7 +93,7 @@ WIDTHS = {
     "gather ragged": ({16}, {8, 16}),
     "gather odd": ({2}, {2}),
 }
-BY_POINTER = {"push pointers", "push rows scattered", "push odd", "gather ragged", "gather K short runs", "gather odd"}
+BY_POINTER = {"push pointers", "push rows scattered", "push odd", "gather ragged", "gather odd"}
 
 
 @pytest.mark.parametrize("name", WIDTHS)

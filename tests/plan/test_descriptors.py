@@ -36,7 +36,7 @@ def test_one_row_of_a_wider_tensor_has_a_descriptor() -> None:
 def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
     def described(w: torch.Tensor) -> bool:
         s = planned((w.mT if transposed else w).unsqueeze(0))
-        return descriptors.can_describe_w(s, s.inputs[0])
+        return descriptors.can_describe_w(s, s.inputs[0], 1, True)
 
     rows = torch.empty(128 * 256, dtype=torch.bfloat16)
     assert described(rows.view(128, 256))
@@ -69,7 +69,7 @@ def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
     def described(step: int) -> bool:
         w = torch.empty_strided((1, 2, 64), (0, step, 1), dtype=torch.bfloat16, device="meta")
         s = planned(w.mT if transposed else w)
-        return descriptors.can_describe_w(s, s.inputs[0])
+        return descriptors.can_describe_w(s, s.inputs[0], 1, True)
 
     assert described(2**39 - 8)  # elements of 2 bytes
     assert not described(2**39)
