@@ -7,6 +7,7 @@ import torch
 
 from fusedcomm.kernels.triton.bundles import Span, TileConfig
 from fusedcomm.plan import tiles
+from fusedcomm.plan.geometry.spans import Span
 
 H200_SMS = 132
 # Microseconds of a push to one rank by block_m and block_n, measured on 2026-11-26.

@@ -38,7 +38,7 @@ MIRRORED: Mirrors = {
         "kernels/triton/push_matmul.py": ("push_matmul_kernel", "f61d253beedd"),
         "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "db8a85d27a00"),
         "kernels/triton/handshake.py": ("signal_kernel finish_kernel", "470bacf2e47d"),
-        "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "43544b44f3a8"),
+        "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "771f7a2a07a6"),
         "kernels/triton/reduce.py": ("reduce_kernel", "971ce21cf7c9"),
     },
     "programs.ProgramModel": {
