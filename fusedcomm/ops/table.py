@@ -1,4 +1,4 @@
-"""The five ops as a table: schema, checks and geometry, algorithms, and gradients of each."""
+"""The five ops as a table: schema, checks and geometry, program, and gradients of each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The execution of calls: by plans, or as `unfused` and `pipelined` programs."""
+"""The execution of calls: the steps of a schedule, in Python or natively, or `unfused` at once."""
