@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedcomm.kernels.triton.bundles import Span, TileConfig
+from fusedcomm.kernels.triton.bundles import TileConfig
 from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry.spans import Span
 
