@@ -77,11 +77,10 @@ class Device(NamedTuple):
     def num_programs(self, kind: str) -> int:
         """Programs of a persistent kernel, one an SM. All run at the same time.
 
-        Copy-outs that wait leave SMs to what peers wait for. Gathers come after this rank's sends, or engines copy.
+        Copy-outs that wait, or have a matmul beside them, leave half of the SMs. Gathers come after this rank's sends, or
+        engines copy.
         """
-        if kind == "copy-out beside":  # a matmul: what comes by NVLink, at 450 GB/s, 20 SMs copy out
-            return max(1, self.num_sms // 4)
-        return max(1, self.num_sms // 2) if kind == "copy-out that waits" else self.num_sms
+        return max(1, self.num_sms // 2) if kind == "copy-out beside" else self.num_sms
 
 
 class Memory(NamedTuple):

@@ -222,11 +222,9 @@ def reduce(
 
 def _copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
     """Where a copy-out runs. It never waits on all SMs: other kernels of ranks that it waits for may need some here."""
-    if beside:
+    if beside or (num_bytes < _LEAST_ALONE and not arrived):
         return "copy-out beside"
     if not arrived:
-        if num_bytes < _LEAST_ALONE:
-            return "copy-out that waits"
         wait_all(s)
     return "copy-out"
 
