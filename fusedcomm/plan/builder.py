@@ -77,8 +77,8 @@ class Device(NamedTuple):
     def num_programs(self, kind: str) -> int:
         """Programs of a persistent kernel, one an SM. All run at the same time.
 
-        Copy-outs that wait, or have a matmul beside them, leave half of the SMs. Gathers come after this rank's sends, or
-        engines copy.
+        Copy-outs that wait, or have a matmul beside them, leave half of the SMs. Gathers come after this rank's sends,
+        or engines copy.
         """
         return max(1, self.num_sms // 2) if kind == "copy-out beside" else self.num_sms
 

@@ -56,7 +56,7 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
     if describable and s.device.has_tma:
         shape = replace(shape, shift=shift)
     numbers = () if w.stride(2) != 1 else spans.columns
-    config = _matmul_config(s, x, shape, "push", describable, _aligned(w, num_k, *numbers))
+    config = _matmul_config(s, w, shape, "push", describable, _aligned(w, num_k, *numbers))
     use_tma = s.device.has_tma and describable and tiles.boxes(config, shape)
     traits = Traits(
         use_tma,
@@ -75,7 +75,7 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
         *_weights(s, w, bias, config, use_tma, parts),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
-    num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count, config.per_sm)
+    num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma)}
     if config.num_warps < 8:  # more leave no room for a block that ptxas would make
         options["maxnreg"] = _ALL_REGISTERS
@@ -120,7 +120,7 @@ def gather_matmul(
     parts = num_parts, not one_run or spans.columns.size % tiles.BLOCK_K == 0
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
     describable = can_describe_slots(spans, s.group_size, w.itemsize) and can_describe_w(s, w, *parts)
-    config = _matmul_config(s, out, shape, "gather", describable, _aligned(w, *spans.columns))
+    config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns))
     use_tma = s.device.has_tma and describable
     if use_tma and not one_run:  # a box is of one run
         config = config._replace(block_k=math.gcd(spans.columns.inner, config.block_k))
@@ -153,7 +153,7 @@ def gather_matmul(
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
-    num_programs = _num_programs(s, "gather", num_tiles * shape.count, config.per_sm)
+    num_programs = _num_programs(s, "gather", num_tiles * shape.count)
     _launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
 
 
@@ -357,14 +357,18 @@ def _in_whole_blocks(columns: Span, block_k: int, in_runs: int) -> bool:
 
 
 def _matmul_config(
-    s: Builder, t: Tensor, shape: tiles.Shape, kind: str, describable: bool, aligned: bool
+    s: Builder, w: Tensor, shape: tiles.Shape, kind: str, describable: bool, aligned: bool
 ) -> tiles.TileConfig:
-    """Tile sizes for operands of t's dtype."""
     device = s.device
-    describable = describable and device.has_tma
-    num_programs = device.num_programs(kind)
+    x_lines, w_lines = (tiles.lines(numel * w.itemsize) for numel in (shape.k, row_step(w)))
     return tiles.matmul_config(
-        device.architecture, t.dtype, shape, num_programs, describable, device.allow_tf32, aligned
+        device.architecture,
+        w.dtype,
+        replace(shape, x_lines=x_lines, w_lines=w_lines),
+        device.num_programs(kind),
+        describable and device.has_tma,
+        device.allow_tf32,
+        aligned,
     )
 
 

@@ -15,6 +15,10 @@ _MAX_POINTER_N = 128
 _MAX_POINTER_K = 64
 _ELEMENTS_OF_WARP = 2048  # most of a tile whose loads or stores take registers
 _MAX_ELEMENT_N = 64
+_LINE, _HALF_LINE = 128, 64  # bytes; elements of two bytes
+# An H200's multiprocessor: 900 ns for the 768 lines of a step of 128 x 256 where rows of x and w straddle lines, 606
+# for the 512 of 128 x 128.
+_NS_OF_LINE = 1.18
 _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
 
 
@@ -22,7 +26,8 @@ _MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this ma
 class Shape:
     """One of ``count`` equal matmuls that a kernel does: num_batches of rows [.., k] @ [k, columns].
 
-    ``shift``: how far before a run of columns its first tile may begin. ``num_parts``: of K, k each.
+    ``shift``: how far before a run of columns its first tile may begin. ``num_parts``: of K, k each. ``x_lines`` and
+    ``w_lines``: lines of the L2 cache for each 128 bytes of a row.
     """
 
     num_batches: int
@@ -32,6 +37,8 @@ class Shape:
     count: int
     shift: int = 0
     num_parts: int = 1
+    x_lines: int = 1
+    w_lines: int = 1
 
 
 class Rated(NamedTuple):
@@ -128,9 +135,17 @@ def matmul_config(
 
 def cost(rated: Rated, shape: Shape, num_programs: int) -> int:
     """Nanoseconds that the programs take: as long as the one with most tiles."""
-    config = rated.config
-    waves = -(-num_tiles(config, shape) * shape.count // (num_programs * config.per_sm))
-    return waves * (shape.num_parts * -(-shape.k // config.block_k) * rated.step + rated.rest)
+    config, step = rated.config, rated.step
+    if max(shape.x_lines, shape.w_lines) > 1:
+        num_lines = config.block_k * (config.block_m * shape.x_lines + config.block_n * shape.w_lines) // _HALF_LINE
+        step = max(step, int(num_lines * _NS_OF_LINE))
+    waves = -(-num_tiles(config, shape) * shape.count // num_programs)
+    return waves * (shape.num_parts * -(-shape.k // config.block_k) * step + rated.rest)
+
+
+def lines(row_bytes: int) -> int:
+    """Lines of the L2 cache that 128 bytes of a row lie in."""
+    return 1 if row_bytes % _LINE == 0 else 2
 
 
 def boxes(config: TileConfig, shape: Shape) -> bool:

@@ -86,8 +86,7 @@ class Sizes(NamedTuple):
 class TileConfig(NamedTuple):
     """TILE: a CUDA block computes [block_m, block_n] in steps of block_k, num_stages of them in flight.
 
-    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory. ``per_sm``:
-    blocks that run on a multiprocessor, so that one multiplies while another stores.
+    ``halves``: the result is stored in two halves, which takes fewer registers and less shared memory.
     """
 
     block_m: int
@@ -97,7 +96,6 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     halves: bool = False
-    per_sm: int = 1
 
 
 class CopyConfig(NamedTuple):

@@ -22,7 +22,8 @@ MEASURED: dict[tuple[int, int, int], dict[tuple[int, int], float]] = {  # by M, 
 
 
 def shape_of(m: int, n: int, k: int) -> tiles.Shape:
-    return tiles.Shape(1, Span(m, 0, m, 0, 0), Span(n, 0, n, 0, 0), k, 1)
+    lines = tiles.lines(2 * k), tiles.lines(2 * n)
+    return tiles.Shape(1, Span(m, 0, m, 0, 0), Span(n, 0, n, 0, 0), k, 1, x_lines=lines[0], w_lines=lines[1])
 
 
 def chosen(m: int, n: int, k: int, describable: bool = True, aligned: bool = True) -> TileConfig:
@@ -48,6 +49,13 @@ def test_waves_count() -> None:
     """One tile more than multiprocessors takes a second wave, which smaller tiles do not."""
     assert chosen(128 * 12, 256 * 11, 4096)[:2] == (128, 256)
     assert chosen(128 * 12 + 1, 256 * 11, 4096)[:2] == (128, 128)
+
+
+def test_rows_that_straddle_lines_take_wide_tiles() -> None:
+    """An H200 took 631 us for 8000 x 4104 x 4104 by 128 x 128."""
+    ragged = shape_of(8000, 4104, 4104)
+    assert chosen(8000, 4104, 4104)[:2] == (128, 256)
+    assert 3.4 + tiles.cost(tiles._HALF[90][1], ragged, H200_SMS) / 1e3 == pytest.approx(631, rel=0.05)
 
 
 def test_tiles_by_pointer_leave_registers() -> None:
