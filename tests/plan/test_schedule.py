@@ -41,7 +41,7 @@ PROBLEMS = [  # with backward each of them takes two rounds or more in slots of 
 SLOT_BYTES = 1 << 15  # for each rank
 LARGE = [  # one round each, but with tiles for all SMs
     Problem("tokens-to-heads", (2048, 256), 2048, 0, 1),
-    Problem("heads-to-tokens", (2048, 256), 2048, 1, 0, op="all_to_all_matmul"),
+    Problem("heads-to-tokens", (2048, 256), 8192, 1, 0, op="all_to_all_matmul"),
     Problem("rows", (2048, 256), 2048, scatter_dim=0, op="matmul_reduce_scatter"),
 ]
 FEW_ROWS = [
@@ -191,8 +191,8 @@ def test_no_wait_is_blocked(group_size: int, algorithm: str) -> None:
 
 
 STRIDED = [  # the part for a peer is in runs that copy engines do not take
-    Problem("rows", (2048, 4096), 2048, 0, 1, op="all_to_all_matmul"),
-    Problem("heads", (2048, 16, 256), 2048, 1, 2, op="all_to_all_matmul", k_dims=2),
+    Problem("rows", (2048, 4096), 8192, 0, 1, op="all_to_all_matmul"),
+    Problem("heads", (2048, 16, 256), 8192, 1, 2, op="all_to_all_matmul", k_dims=2),
 ]
 
 

@@ -82,7 +82,7 @@ def beside(pack: Any, s: Any, *args: Any, **options: Any) -> None:
 
 def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matmul of a gather fills all SMs before its pack, on another stream, is placed."""
-    gather = calls([Problem("heads-to-tokens", (2048, 256), 2048, 1, 0, op="all_to_all_matmul")], backward=False)
+    gather = calls([Problem("heads-to-tokens", (2048, 256), 8192, 1, 0, op="all_to_all_matmul")], backward=False)
 
     def program(recorder: Recorder) -> None:
         x = recorder.tensor(8192, 8192)
