@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from docs.generate import api, rooms
+from docs.generate import api, drawing, rooms
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
     check = parser.parse_args(argv).check
-    pages = api.pages(root) | rooms.pages(root)
+    pages = api.pages(root) | rooms.pages(root) | drawing.pages(root)
     there = {path.relative_to(root).as_posix() for path in (root / api.FOLDER).glob("*.md")}
     stale = [path for path, text in pages.items() if not (root / path).exists() or (root / path).read_text() != text]
     left = sorted(there - set(pages))

@@ -14,11 +14,15 @@ BEGIN, END = "<!-- rooms: written by `make docs` -->", "<!-- end of rooms -->"
 
 def pages(root: Path) -> dict[str, str]:
     """The page by its path, with the section as the imports are now."""
-    text = (root / PAGE).read_text()
-    around = re.split(f"{re.escape(BEGIN)}.*?{re.escape(END)}", text, flags=re.S)
+    return {PAGE: replaced(root, PAGE, BEGIN, END, drawn(root))}
+
+
+def replaced(root: Path, page: str, begin: str, end: str, section: str) -> str:
+    """The text of a page with another section between two markers."""
+    around = re.split(f"{re.escape(begin)}.*?{re.escape(end)}", (root / page).read_text(), flags=re.S)
     if len(around) != 2:
-        raise ValueError(f"{PAGE} must have one section between {BEGIN} and {END}, got {len(around) - 1}")
-    return {PAGE: f"{BEGIN}\n\n{drawn(root)}\n\n{END}".join(around)}
+        raise ValueError(f"{page} must have one section between {begin} and {end}, got {len(around) - 1}")
+    return f"{begin}\n\n{section}\n\n{end}".join(around)
 
 
 def drawn(root: Path) -> str:

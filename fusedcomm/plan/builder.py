@@ -7,14 +7,15 @@ its Place follows. So algorithms cut operands by torch's own views, and see no a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import SegmentLayout
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import (
     Await,
@@ -291,6 +292,29 @@ class Builder:
             self._num_events,
             tuple(map(self.place, returned)),
         )
+
+
+Program = Callable[..., Any]  # emits the steps of a call, and returns the stand-ins of its results
+
+
+def build(
+    program: Program,
+    exchange: Exchange,
+    memory: Memory,
+    device: Device,
+    operands: Sequence[Layout | list[Layout | None] | None],
+    *,
+    num_pieces: int = 0,
+    backend_sums: bool = False,
+    **facts: Hashable,
+) -> Schedule:
+    """The steps of ``program(builder, exchange, *operands, **facts)``."""
+    inputs = [t for each in operands for t in (each if isinstance(each, list) else [each])]
+    builder = Builder(memory, device, inputs, num_pieces, backend_sums)
+    made = iter(builder.inputs)
+    stand_ins = [[next(made) for _ in each] if isinstance(each, list) else next(made) for each in operands]
+    returned = program(builder, exchange, *stand_ins, **facts)
+    return builder.finish(*([returned] if isinstance(returned, Tensor) else returned))
 
 
 def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

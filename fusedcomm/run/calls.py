@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan import chunked, fused, pipelined
-from fusedcomm.plan.builder import Builder, layout_of
+from fusedcomm.plan import builder, chunked, fused, pipelined
+from fusedcomm.plan.builder import Layout, Program, layout_of
 from fusedcomm.plan.call_plan import CallPlan
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Schedule
@@ -31,7 +31,6 @@ ALGORITHMS: Mapping[str, ModuleType] = {
     "fused": fused,
     "pipelined": pipelined,
 }
-Program = Callable[..., Any]
 Operand = Tensor | None | Sequence[Tensor | None]
 
 
@@ -84,12 +83,22 @@ def build(
     program: Program = getattr(ALGORITHMS[plan.algorithm], name)
     if name == "push_reduce_gather":
         program = partial(padded, program)
-    layouts = [None if t is None else layout_of(t) for t in _flat(operands)]
-    s = Builder(memory.memory_facts(), memory.device_facts(), layouts, plan.num_rounds, plan.backend_sums)
-    inputs = iter(s.inputs)
-    stand_ins = [[next(inputs) for _ in each] if isinstance(each, (list, tuple)) else next(inputs) for each in operands]
-    returned = program(s, plan.exchange, *stand_ins, **facts)
-    return s.finish(*([returned] if isinstance(returned, Tensor) else returned))
+    assert plan.exchange is not None
+    layouts = [_layout(t) if t is None or isinstance(t, Tensor) else list(map(_layout, t)) for t in operands]
+    return builder.build(
+        program,
+        plan.exchange,
+        memory.memory_facts(),
+        memory.device_facts(),
+        layouts,
+        num_pieces=plan.num_rounds,
+        backend_sums=plan.backend_sums,
+        **facts,
+    )
+
+
+def _layout(t: Tensor | None) -> Layout | None:
+    return None if t is None else layout_of(t)
 
 
 def _flat(operands: Sequence[Operand]) -> list[Tensor | None]:

@@ -8,10 +8,9 @@ from collections import Counter
 import pytest
 import torch
 
-from fusedcomm.memory.beside_kernels import _stream, beside_kernels
+from fusedcomm.memory.beside_kernels import _stream
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.testing.virtual import VirtualGroup, _streams, answer_later_rounds
-from tests.helpers.schedule.streams import DEVICE, Streams
 
 FINGERPRINT, NUM_ROUNDS = 7, 6
 
@@ -47,17 +46,17 @@ def test_a_round_that_does_not_end_is_an_error() -> None:
         answer_later_rounds(workspace, FINGERPRINT, patience_s=0.01)
 
 
-def test_ranks_and_the_host_have_the_same_streams_in_all_groups() -> None:
+def test_ranks_and_the_host_have_the_same_streams_in_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's pool has 32 of a priority and begins again: the host's stream must not become one that waits."""
-    streams = Streams()
-    with streams.in_place_of_cuda():
-        for cached in (_streams, _stream):
-            cached.cache_clear()
-        for _ in range(33):
-            for rank in range(8):
-                _streams(DEVICE, rank)
-            with beside_kernels(DEVICE):
-                pass
-        for cached in (_streams, _stream):
-            cached.cache_clear()
-    assert Counter(each.priority for each in streams.made[1:]) == {0: 8, -1: 16, -2: 1}  # the first one is torch's own
+    made: list[int] = []  # priorities
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(priority))
+    device = torch.device("cuda", 0)
+    for cached in (_streams, _stream):
+        cached.cache_clear()
+    for _ in range(33):
+        for rank in range(8):
+            _streams(device, rank)
+        _stream(device)
+    for cached in (_streams, _stream):
+        cached.cache_clear()
+    assert Counter(made) == {0: 8, -1: 16, -2: 1}

@@ -1,13 +1,12 @@
-"""What `chunked` and `fused` enqueue on GPUs, recorded without one, has no race, and planted ones are found.
+"""No schedule of `chunked` or `fused` has a race or a wait that others block, and planted ones are found.
 
-Nothing here runs on a GPU; tests/helpers/schedule has the recorder and the checker.
+Nothing here runs on a GPU: tests/helpers/schedule has the checker, which reads the steps.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,28 +14,26 @@ import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.memory import launch_order, segment
-from fusedcomm.memory.workspace import Workspace
+from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
-from fusedcomm.plan.builder import Builder, Device
-from fusedcomm.plan.moves import Moves
+from fusedcomm.plan.builder import Device
+from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
-from tests.helpers.schedule.operations import Kind, Recording
-from tests.helpers.schedule.programs import Program, World, call, calls, on_two_streams
+from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, Calls, Program, World, calls, on_two_streams
 from tests.helpers.tiers import thorough_but
 
 ALGORITHMS = ("chunked", "fused")
-PROBLEMS = [  # with backward each of them takes two rounds or more in slots of SLOT_BYTES for each rank
+PROBLEMS = [  # each of them takes two rounds or more in slots of SLOT_BYTES for each rank
     Problem("tokens-to-heads", (2, 128, 256), 256, 1, 2, out_shape=(4, 64), bias=True),
     Problem("heads-to-tokens", (2, 128, 2, 64), 256, 2, 1, op="all_to_all_matmul", k_dims=2),
     Problem("rows-to-columns", (128, 256), 256, 1, 0, op="all_to_all_matmul", bias=True),
     Problem("rows", (256, 128), (256, 128), 0, op="all_gather_matmul", bias=(True, False)),
     Problem("columns", (256, 128), 256, 1, op="all_gather_matmul"),
     Problem("rows", (256, 128), 256, scatter_dim=0, op="matmul_reduce_scatter", bias=True),
-    Problem("sum", (512, 128), 256, op="matmul_all_reduce"),
+    Problem("sum", (768, 128), 256, op="matmul_all_reduce"),
 ]
 SLOT_BYTES = 1 << 15  # for each rank
 LARGE = [  # one round each, but with tiles for all SMs
@@ -52,142 +49,199 @@ FEW_ROWS = [
     Problem("no-rows", (0, 8), 8, 0, op="all_gather_matmul"),
 ]
 BATCHED = Problem("batched-w", (4, 64, 128), 256, 1, 2, batched=True)
+WAYS: dict[str, tuple[str, Device]] = {
+    "chunked": ("chunked", GPU),
+    "chunked, signals by kernels": ("chunked", GPU._replace(writes_by_stream=False)),
+    "chunked, on CPUs": ("chunked", CPU),
+    "chunked, on CPUs in place": ("chunked", CPU_WITH_HEAP),
+    "fused": ("fused", GPU),
+    "fused, by copy engines": ("fused", GPU._replace(least_copied=0)),
+    "fused, by kernels": ("fused", GPU._replace(least_copied=1 << 62)),
+}
+
+
+def world_of(way: str, group_size: int = 2, slot_bytes: int = SLOT_BYTES, num_groups: int = 1) -> World:
+    algorithm, device = WAYS[way]
+    return World(group_size, slot_bytes * group_size, algorithm, num_groups, device)
+
+
+def large_world(way: str, group_size: int = 2, num_groups: int = 1) -> World:
+    return world_of(way, group_size, 1 << 25, num_groups)
 
 
 def found(world: World, program: Program) -> list[str]:
-    return races(HappensBefore(world.record(program)))
-
-
-def world_of(group_size: int, algorithm: str, num_groups: int = 1) -> World:
-    return World(group_size, SLOT_BYTES * group_size, algorithm, num_groups)
-
-
-def large_world(group_size: int, algorithm: str, num_groups: int = 1) -> World:
-    return World(group_size, 1 << 26, algorithm, num_groups)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
-def test_nothing_races(group_size: int, algorithm: str) -> None:
-    """Every op, forward and backward, in several rounds."""
-    assert not found(world_of(group_size, algorithm), calls(PROBLEMS))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("program", [calls, on_two_streams])
-def test_two_groups_do_not_race(program: Any, algorithm: str) -> None:
-    assert not found(world_of(2, algorithm, num_groups=2), program(PROBLEMS[::3]))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_other_dtypes_and_batches_do_not_race(algorithm: str) -> None:
-    """In float32 a gather of K adds up sources as they come; the parts of a batched w are rows of their own."""
-    world = world_of(3, algorithm)
-    assert not found(world, calls([Problem("k", (256, 64), 128, 1, op="all_gather_matmul")], torch.float32))
-    assert not found(world, calls([BATCHED]))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_rounds_with_few_rows_or_none_do_not_race(algorithm: str) -> None:
-    """One matmul for all chunks; and rounds in which there is nothing to send but signals."""
-    assert not found(world_of(3, algorithm), calls(FEW_ROWS))
-
-
-def test_collectives_of_nccl_are_joined() -> None:
-    assert not found(world_of(2, "unfused"), calls(PROBLEMS))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_edge_that_is_taken_away_is_found(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one operation at a time, on all ranks, unless others say the same.
-
-    A kernel that waits for this rank's own signal, its last one, comes after all that the side stream did before.
-    """
-    monkeypatch.setattr(Workspace, "least_copied", 0)
-    recordings = world_of(2, algorithm).record(calls(PROBLEMS[:2]))
-    needed, forks = 0, []
-    for operation in [each for each in recordings[0].operations if each.after and each.stream >= 0]:
-        with without_edges(recordings, operation.number):
-            texts = races(HappensBefore(recordings))
-        needed += bool(texts)
-        same_stream = all(recordings[0].operations[number].stream == operation.stream for number in operation.after)
-        to_itself = [flag for step in operation.steps for flag in step.signals if flag.dst_rank == flag.src_rank]
-        fork = operation.name == "begin_push_kernel"  # a push sends nothing that the caller has made
-        forks += [bool(texts)] * fork
-        at_the_end = operation.kind is Kind.ALLOC  # the end of a call whose tensors live on
-        assert texts or same_stream or operation.waits or to_itself or fork or at_the_end, str(operation)
-    assert needed >= 7
-    assert any(forks) is (algorithm == "chunked")  # whose gathers send x, which comes before READS and so before SENDS
-
-
-@contextmanager
-def without_edges(recordings: Sequence[Recording], number: int) -> Iterator[None]:
-    kept = [recording.operations[number].after for recording in recordings]
-    for recording in recordings:
-        recording.operations[number].after = []
-    yield
-    for recording, after in zip(recordings, kept, strict=True):
-        recording.operations[number].after = after
-
-
-def test_signals_by_kernels_do_not_race() -> None:
-    """Each reads the epoch on the device: no round may end before it."""
-    world = dataclasses.replace(world_of(3, "chunked"), writes_words=False)
-    assert not found(world, calls(PROBLEMS))
-
-
-def test_a_round_that_ends_before_its_signals_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The own signal, sent first, no longer says that the others are sent."""
-    signal = Moves._signal
-
-    def own_first(self: Moves, dst_rank: int) -> None:
-        if dst_rank == self.peers[0]:
-            signal(self, self.rank)
-        if dst_rank != self.rank:
-            signal(self, dst_rank)
-
-    monkeypatch.setattr(Moves, "_signal", own_first)
-    world = dataclasses.replace(world_of(3, "chunked"), writes_words=False)
-    assert any("race" in text and "signal_kernel" in text for text in found(world, calls(PROBLEMS[:1], backward=False)))
-
-
-PUSH, ROWS, COLUMNS, SUM = PROBLEMS[0], PROBLEMS[3], PROBLEMS[4], PROBLEMS[6]
-
-
-def test_memory_that_nobody_holds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call whose end does not come after its copies."""
-    monkeypatch.setattr(Moves, "end", lambda self: None)
-    texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
-    assert texts and all("memory is used again too early" in text for text in texts)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_single_slot_is_a_race(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "NUM_SLOTS", 1)
-    texts = found(world_of(2, algorithm), calls(PROBLEMS[:1], backward=False))
-    assert any("race" in text and "segment" in text for text in texts)
-
-
-def test_a_missing_signal_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    signal = Moves._signal
-
-    def never_first(self: Moves, dst_rank: int) -> None:
-        if self.rank != 0:
-            signal(self, dst_rank)
-
-    monkeypatch.setattr(Moves, "_signal", never_first)
-    texts = found(world_of(2, "chunked"), calls(PROBLEMS[:1], backward=False))
-    assert any("nobody signals" in text and "src_rank=0" in text for text in texts)
+    return races(HappensBefore(world.enqueue(program)))
 
 
 def blocked(world: World, program: Program) -> list[str]:
-    return blocked_waits(HappensBefore(world.record(program)))
+    return blocked_waits(HappensBefore(world.enqueue(program)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
+def test_nothing_races(group_size: int, way: str) -> None:
+    """Every op in several rounds, in one with few rows, and in one with none, where only signals are sent."""
+    assert not found(world_of(way, group_size), calls([*PROBLEMS, *FEW_ROWS, BATCHED]))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_groups_do_not_race(algorithm: str) -> None:
+    assert not found(world_of(algorithm, num_groups=2), on_two_streams(PROBLEMS[::3]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_in_float32_do_not_race(way: str) -> None:
+    """There a gather of K adds up sources as they come."""
+    gather = Problem("k", (256, 64), 128, 1, op="all_gather_matmul")
+    assert not found(world_of(way, 3), calls([gather], torch.float32))
+
+
+# controls: a step less, or at another place, in every rank's schedule or in that of rank 0
+
+
+def without(dropped: Callable[[Step], bool], ranks: tuple[int, ...] = (0, 1, 2)) -> Callable[[int, Schedule], Schedule]:
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        kept = (step for step in schedule.steps if rank not in ranks or not dropped(step))
+        return replace(schedule, steps=tuple(kept))
+
+    return changed
+
+
+def is_a(kind: type, **facts: Any) -> Callable[[Step], bool]:
+    return lambda step: isinstance(step.work, kind) and all(getattr(step.work, k) == v for k, v in facts.items())
+
+
+def clocks(order: HappensBefore) -> list[tuple[int, ...]]:
+    return [node.clock for nodes in order.by_operation.values() for node in nodes]
+
+
+def is_needed_elsewhere(schedule: Schedule, place: int, rank: int) -> bool:
+    """The own signal, which says what READS knows by an event, comes last; a gather on all SMs comes after the begin of
+    its copies for test_schedule_queues.py.
+    """
+    stream = schedule.steps[place].stream
+    follows = (each.work for each in schedule.steps[place:] if each.stream == stream)
+    work = next(each for each in follows if not isinstance(each, (Await, Record)))
+    own_signal = isinstance(work, Signal) and work.dst_rank == rank
+    own_signal |= isinstance(work, Launch) and "signal_kernel" in work.kernel and work.arguments[1] == rank
+    return own_signal or (isinstance(work, Launch) and "gather_matmul" in work.kernel)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if WAYS[name][1].is_gpu])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_event_is_needed(problem: Problem, way: str) -> None:
+    """Without a stream's wait for it there is a race, unless other waits say the same. Calls follow one of `fused`."""
+
+    def program(call: Calls) -> None:
+        call(PROBLEMS[0], algorithm="fused")
+        call(problem)
+        call(problem)
+
+    made: list[Schedule] = []
+
+    def order_without(place: int | None) -> HappensBefore:
+        def changed(rank: int, schedule: Schedule) -> Schedule:
+            made.append(schedule)
+            kept = (step for i, step in enumerate(schedule.steps) if i != place or not isinstance(step.work, Await))
+            return replace(schedule, steps=tuple(kept))
+
+        return HappensBefore(replace(world_of(way), changed=changed).enqueue(program))
+
+    whole, schedule = clocks(order_without(None)), made[1]  # of rank 0
+    for place in (i for i, step in enumerate(schedule.steps) if isinstance(step.work, Await)):
+        order = order_without(place)
+        needed = races(order) or clocks(order) == whole or is_needed_elsewhere(schedule, place, 0)
+        assert needed, f"step {place}: {schedule.steps[place]}"
+
+
+@pytest.mark.parametrize("way", ["chunked", "chunked, on CPUs", "chunked, on CPUs in place"])
+def test_a_missing_signal_is_found(way: str) -> None:
+    world = replace(world_of(way), changed=without(is_a(Signal), ranks=(0,)))
+    texts = found(world, calls(PROBLEMS[:1], twice=False))
+    assert any("nobody signals" in text and "src_rank=0" in text for text in texts)
+
+
+@pytest.mark.parametrize("way", ["chunked, on CPUs", "chunked, on CPUs in place"])
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_a_wait_that_is_left_out_is_found(problem: Problem, way: str) -> None:
+    world = replace(world_of(way), changed=without(is_a(Wait, src_rank=1), ranks=(0,)))
+    assert found(world, calls([problem], twice=False))
+
+
+def test_a_signal_that_overtakes_its_copy_is_found() -> None:
+    """It is on a stream that does not wait for the copy."""
+
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        overtakes = (
+            step._replace(stream=Stream.READS) if isinstance(step.work, Signal) else step for step in schedule.steps
+        )
+        return replace(schedule, steps=tuple(overtakes))
+
+    world = replace(world_of("chunked"), changed=changed)
+    assert any("race" in text for text in found(world, calls(PROBLEMS[:1], twice=False)))
+
+
+def test_a_round_that_ends_before_its_signals_is_found() -> None:
+    """Kernels that signal read the epoch on the device. The own one, sent first, no longer says that all are."""
+
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        steps, begun = list[Step](), 0
+        for step in schedule.steps:
+            if isinstance(step.work, Launch) and step.work.kernel == "handshake.begin_push_kernel":
+                begun = len(steps)
+            is_own = isinstance(step.work, Launch) and "signal" in step.work.kernel and step.work.arguments[1] == rank
+            steps.insert(first_signal(steps, begun) if is_own else len(steps), step)
+        return replace(schedule, steps=tuple(steps))
+
+    def first_signal(steps: list[Step], begun: int) -> int:
+        launched = (i for i in range(begun, len(steps)) if is_a(Launch, kernel="handshake.signal_kernel")(steps[i]))
+        return next(launched, len(steps))
+
+    world = replace(world_of("chunked, signals by kernels", 3), changed=changed)
+    texts = found(world, calls(PROBLEMS[:1], twice=False))
+    assert any("race" in text and "signal_kernel" in text for text in texts)
+
+
+def test_memory_that_nobody_holds_is_found() -> None:
+    """A call whose end does not come after its copies."""
+
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        return replace(schedule, steps=schedule.steps[:-2])
+
+    texts = found(replace(world_of("chunked"), changed=changed), calls(PROBLEMS[:1], twice=False))
+    assert texts and all("memory is used again too early" in text for text in texts)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "chunked, on CPUs in place"])
+def test_a_single_slot_is_a_race(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "NUM_SLOTS", 1)
+    texts = found(world_of(way), calls(PROBLEMS[:1], twice=False))
+    assert any("race" in text and "segment" in text for text in texts)
+
+
+def test_operands_that_overlap_are_found() -> None:
+    """A copy that sends a little more than its chunk, into the chunk of the next rank."""
+
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        steps = [
+            step._replace(work=replace(step.work, to=step.work.to._replace(offset=step.work.to.offset + 2)))
+            if rank == 0 and isinstance(step.work, Copy)
+            else step
+            for step in schedule.steps
+        ]
+        return replace(schedule, steps=tuple(steps))
+
+    texts = found(replace(world_of("chunked", 3), changed=changed), calls(PROBLEMS[:1], twice=False))
+    assert any("race" in text and "segment" in text for text in texts)
+
+
+# waits that hold the SMs that others need
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("group_size", thorough_but([2], [2, 4]))
 def test_no_wait_is_blocked(group_size: int, algorithm: str) -> None:
-    assert not blocked(large_world(group_size, algorithm, num_groups=2), on_two_streams(LARGE))
+    assert not blocked(large_world(algorithm, group_size, num_groups=2), on_two_streams(LARGE))
 
 
 STRIDED = [  # the part for a peer is in runs that copy engines do not take
@@ -202,10 +256,10 @@ def test_strided_copies_beside_a_gather_that_leaves_no_registers(
 ) -> None:
     """Such copies are kernels of torch: beside a gather on all SMs they may find no room, but its pack has its own."""
     monkeypatch.setitem(KERNELS, "gather_matmul_kernel", Footprint(8, 255, 229_408))
-    program = calls([problem], backward=False)
-    assert not blocked(large_world(2, "fused"), program)
+    program = calls([problem], twice=False)
+    assert not blocked(large_world("fused"), program)
     monkeypatch.setattr(fused, "copy_engines_send", lambda *args: True)
-    assert any("copy_" in text and "may find no room" in text for text in blocked(large_world(2, "fused"), program))
+    assert any("copy_" in text and "may find no room" in text for text in blocked(large_world("fused"), program))
 
 
 def test_waits_in_opposite_orders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,51 +267,28 @@ def test_waits_in_opposite_orders_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Device, "num_programs", lambda self, kind: self.num_sms)
     monkeypatch.setattr(launches, "_LEAST_ALONE", 1 << 62)
 
-    def program(recorder: Any) -> None:
-        streams = [torch.cuda.Stream() for _ in recorder.groups]
-        for stream, group in zip(streams, recorder.groups.values(), strict=True):
-            launch_order._orders.clear()
-            with torch.cuda.stream(stream):
-                call(LARGE[0], recorder, group, torch.bfloat16, backward=False)
+    def program(call: Calls) -> None:
+        for caller, group in enumerate(call.groups):
+            call.walk.last_call = []
+            call(LARGE[0], group, caller)
 
-    texts = blocked(large_world(2, "fused", num_groups=2), program)
+    texts = blocked(large_world("fused", num_groups=2), program)
     assert any("push_matmul_kernel may find no room" in text for text in texts)
 
 
-def beside_nccl(recorder: Any) -> None:
-    group = next(iter(recorder.groups.values()))
-    total = torch.ops._c10d_functional.all_reduce(recorder.tensor(1024), "sum", group.name)
-    call(LARGE[1], recorder, group, torch.bfloat16, backward=False)
-    torch.ops._c10d_functional.wait_tensor(total)
+def beside_nccl(call: Calls) -> None:
+    ended = call.walk.begin_collective(call.groups[0], 2048)
+    call(LARGE[1])
+    call.walk.stream(0).wait(ended)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_gather_beside_nccl_is_not_blocked(algorithm: str) -> None:
-    world = large_world(2, algorithm)
-    assert not found(world, beside_nccl) and not blocked(world, beside_nccl)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gather_beside_nccl_is_not_blocked(way: str) -> None:
+    assert not found(large_world(way), beside_nccl) and not blocked(large_world(way), beside_nccl)
 
 
-def test_a_gather_behind_its_pack_is_not_blocked_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel sends a small chunk, or one in a graph."""
-    monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
-    assert not found(large_world(2, "fused"), beside_nccl) and not blocked(large_world(2, "fused"), beside_nccl)
-
-
-@pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
-def test_copies_of_a_fused_gather_do_not_race(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those by copy engines, which smaller chunks than these do not take."""
-    monkeypatch.setattr(Workspace, "least_copied", 0)
-    assert not found(world_of(group_size, "fused"), calls(PROBLEMS))
-
-
-def test_a_copy_engine_that_starts_before_the_last_round_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Workspace, "least_copied", 0)
-    send = fused._send
-
-    def early(*args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Builder, "join", lambda *args: None)
-            return send(*args)
-
-    monkeypatch.setattr(fused, "_send", early)
-    assert any("race" in text for text in found(world_of(2, "fused"), calls(PROBLEMS[1:4], backward=False)))
+def test_a_copy_engine_that_starts_before_the_last_round_ends_is_found() -> None:
+    is_fork = is_a(Await)
+    changed = without(lambda step: step.stream == Stream.SENDS and is_fork(step))
+    world = replace(world_of("fused, by copy engines"), changed=changed)
+    assert any("race" in text for text in found(world, calls(PROBLEMS[1:4], twice=False)))

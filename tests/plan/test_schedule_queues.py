@@ -3,90 +3,69 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan import fused, launches
-from fusedcomm.plan.moves import Moves
-from fusedcomm.plan.schedule import Stream
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.schedule import Await, Copy, Launch, Schedule, Signal, Step, Stream
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore
 from tests.helpers.schedule.hardware_queues import dealings, hangs
-from tests.helpers.schedule.operations import Recording
-from tests.helpers.schedule.programs import Mesh, Program, World, call, calls, on_two_streams, uneven_calls
-from tests.helpers.schedule.recorder import Recorder
-from tests.plan.test_schedule import BATCHED, FEW_ROWS, LARGE, PROBLEMS, SLOT_BYTES, STRIDED
+from tests.helpers.schedule.operations import Enqueued
+from tests.helpers.schedule.programs import BF16, Calls, Mesh, Program, calls, each_way, on_two_streams
+from tests.plan.test_schedule import (
+    BATCHED,
+    FEW_ROWS,
+    LARGE,
+    PROBLEMS,
+    STRIDED,
+    WAYS,
+    is_a,
+    large_world,
+    world_of,
+)
 from tests.plan.test_uneven_schedule import CASES as UNEVEN
 
-
-@dataclass(frozen=True)
-class Way:
-    """How calls run. ``least_copied``: bytes of a run of a gather that copy engines send."""
-
-    algorithm: str
-    writes_words: bool = True
-    least_copied: int = Workspace.least_copied
-
-    def world(self, group_size: int, slot_bytes: int, num_groups: int = 1) -> World:
-        return World(group_size, slot_bytes * group_size, self.algorithm, num_groups, self.writes_words)
-
-
-WAYS = {
-    "chunked": Way("chunked"),
-    "chunked, signals by kernels": Way("chunked", writes_words=False),
-    "fused": Way("fused"),
-    "fused, by copy engines": Way("fused", least_copied=0),
-    "fused, by kernels": Way("fused", least_copied=1 << 62),
-    "pipelined": Way("pipelined"),
-    "unfused": Way("unfused"),
-}
-LARGE_SLOT = 1 << 25
 SIZES = [2, pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.nightly)]
-ROWS = Problem("rows", (2048, 256), 2048, 0, op="all_gather_matmul")
+ROWS = Problem("rows", (2048, 256), 8192, 0, op="all_gather_matmul")
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    found = WAYS[request.param]
-    monkeypatch.setattr(Workspace, "least_copied", found.least_copied)
-    return found
-
-
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("group_size", SIZES)
-def test_no_call_hangs(way: Way, group_size: int) -> None:
-    """Every op, forward and backward, in several rounds, with few rows and none; then with tiles for all SMs."""
-    assert not hangs(way.world(group_size, SLOT_BYTES).record(calls([*PROBLEMS, *FEW_ROWS, BATCHED])))
-    assert not hangs(way.world(group_size, LARGE_SLOT, 2).record(on_two_streams([*LARGE, *STRIDED])))
+def test_no_call_hangs(way: str, group_size: int) -> None:
+    """Every op in several rounds, with few rows and none; then with tiles for all SMs."""
+    assert not hangs(world_of(way, group_size).enqueue(calls([*PROBLEMS, *FEW_ROWS, BATCHED])))
+    assert not hangs(large_world(way, group_size, 2).enqueue(on_two_streams([*LARGE, *STRIDED])))
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if WAYS[name].algorithm != "fused"], indirect=True)
-def test_no_call_of_uneven_parts_hangs(way: Way) -> None:
-    assert not hangs(way.world(2, SLOT_BYTES).record(uneven_calls(UNEVEN)))
+@pytest.mark.parametrize("way", [name for name in WAYS if WAYS[name][0] == "chunked"])
+def test_no_call_of_uneven_parts_hangs(way: str) -> None:
+    assert not hangs(world_of(way).enqueue(calls(UNEVEN)))
 
 
 def beside_nccl(problem: Problem) -> Program:
     """A call, and collectives of NCCL that began before it and need not have ended."""
 
-    def program(recorder: Recorder) -> None:
-        group = next(iter(recorder.groups.values()))
-        sums = [torch.ops._c10d_functional.all_reduce(recorder.tensor(1024), "sum", group.name) for _ in range(2)]
-        call(problem, recorder, group, torch.bfloat16, backward=True)
-        for each in sums:
-            torch.ops._c10d_functional.wait_tensor(each)
+    def program(call: Calls) -> None:
+        ended = [call.walk.begin_collective(call.groups[0], 2048) for _ in range(2)]
+        for each, by_product in each_way(problem):
+            call(each, by_product=by_product)
+        for end in ended:
+            call.walk.stream(0).wait(end)
 
     return program
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("group_size", SIZES)
-def test_no_call_hangs_beside_nccl(way: Way, group_size: int) -> None:
+def test_no_call_hangs_beside_nccl(way: str, group_size: int) -> None:
     for problem in (*LARGE, ROWS, PROBLEMS[-1]):
-        assert not hangs(way.world(group_size, LARGE_SLOT).record(beside_nccl(problem)))
+        assert not hangs(large_world(way, group_size).enqueue(beside_nccl(problem)))
 
 
 @pytest.mark.parametrize("problem", [LARGE[0], LARGE[2]], ids=str)
@@ -94,86 +73,83 @@ def test_a_copy_out_on_all_sms_does_not_wait(problem: Problem, monkeypatch: pyte
     """Or kernels of NCCL that sends stand behind in a queue may find no room."""
     monkeypatch.setattr(launches, "_LEAST_ALONE", 0)
     for way in ("fused", "chunked"):
-        assert not hangs(WAYS[way].world(2, LARGE_SLOT).record(beside_nccl(problem)))
+        assert not hangs(large_world(way).enqueue(beside_nccl(problem)))
     monkeypatch.setattr(launches, "wait_all", lambda *args: None)
-    texts = hangs(WAYS["chunked"].world(2, LARGE_SLOT).record(beside_nccl(problem)))
+    texts = hangs(large_world("chunked").enqueue(beside_nccl(problem)))
     assert any("all_reduce may find no room" in text for text in texts)
 
 
 def sequence(seed: int) -> Program:
-    """Calls and backwards in a random order, on the groups of a rank and two streams, the same on all ranks."""
+    """Calls in a random order, on the groups of a rank and two streams, the same on all ranks."""
 
-    def program(recorder: Recorder) -> None:
-        choose, streams = random.Random(seed), [torch.cuda.Stream() for _ in range(2)]
-        for _ in range(8):
-            problem, group = choose.choice(PROBLEMS), choose.choice(list(recorder.groups.values()))
-            with torch.cuda.stream(choose.choice(streams)):
-                call(problem, recorder, group, torch.bfloat16, backward=choose.random() < 0.5)
+    def program(call: Calls) -> None:
+        choose = random.Random(seed)
+        for _ in range(12):
+            problem, group = choose.choice(PROBLEMS), choose.choice(call.groups)
+            each, by_product = choose.choice(each_way(problem))
+            call(each, group, choose.randrange(2), BF16, by_product)
 
     return program
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("group_size", SIZES[1:])
-def test_no_sequence_of_calls_on_a_mesh_hangs(way: Way, group_size: int) -> None:
-    world = way.world(group_size, SLOT_BYTES)
+def test_no_sequence_of_calls_on_a_mesh_hangs(way: str, group_size: int) -> None:
+    world = Mesh(**vars(world_of(way, group_size)))
     for seed in range(3):
-        assert not hangs(Mesh(**vars(world)).record(sequence(seed)))
+        assert not hangs(world.enqueue(sequence(seed)))
 
 
-def hang_in_one_queue(recordings: list[Recording]) -> bool:
+def hangs_in_one_queue(ranks: list[Enqueued]) -> bool:
     """Whether that is a hang, and with a queue for each stream there is none."""
-    order = HappensBefore(recordings)
-    return any("in one queue" in text for text in hangs(recordings)) and not (order.cyclic or order.unmatched)
+    order = HappensBefore(ranks)
+    return any("in one queue" in text for text in hangs(ranks)) and not (order.cyclic or order.unmatched)
 
 
-REVERSALS: dict[str, tuple[Any, str, Problem]] = {
-    "chunked": (Moves, "_push_staged", PROBLEMS[0]),
-    "fused": (launches, "push", PROBLEMS[0]),
-    "fused, by copy engines": (fused, "_send", PROBLEMS[3]),
-    "fused, by kernels": (launches, "pack", PROBLEMS[3]),
-}
+def sends(step: Step) -> bool:
+    if isinstance(step.work, Launch):
+        return any(name in step.work.kernel for name in ("push_matmul", "pack", "signal"))
+    return isinstance(step.work, Signal) or (isinstance(step.work, Copy) and step.stream == Stream.SENDS)
 
 
-@pytest.mark.parametrize("name", REVERSALS)
-def test_a_wait_that_is_launched_before_a_send_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [name for name in WAYS if WAYS[name][1].is_gpu])
+@pytest.mark.parametrize("problem", PROBLEMS[::3], ids=str)
+def test_a_wait_that_is_launched_before_a_send_is_found(problem: Problem, way: str) -> None:
     """It is on a stream of its own, so it holds up no send there."""
-    holder, function, problem = REVERSALS[name]
-    send = getattr(holder, function)
+    world = world_of(way)
 
-    def behind_a_wait(first: Any, *args: Any, **options: Any) -> Any:
-        s = first.s if isinstance(first, Moves) else first
-        with s.on(Stream.READS):
-            launches.wait_source(s, 1 - s.rank)
-        return send(first, *args, **options)
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        memory = Calls(world, rank).walk.memories["group 0"]
+        builder = Builder(memory, world.device, [])
+        with builder.on(Stream.READS):
+            launches.wait_source(builder, 1 - rank)
+        first = next(i for i, step in enumerate(schedule.steps) if sends(step))
+        return replace(schedule, steps=(*schedule.steps[:first], *builder.finish().steps, *schedule.steps[first:]))
 
-    monkeypatch.setattr(holder, function, behind_a_wait)
-    monkeypatch.setattr(Workspace, "least_copied", WAYS[name].least_copied)
-    recordings = WAYS[name].world(2, SLOT_BYTES).record(calls([problem], backward=False))
-    assert hang_in_one_queue(recordings)
+    assert hangs_in_one_queue(replace(world, changed=changed).enqueue(calls([problem], twice=False)))
 
 
 def test_ranks_that_call_in_different_orders_are_found() -> None:
-    def program(recorder: Recorder) -> None:
-        groups = list(recorder.groups.values())
-        for group in groups if recorder.rank == 0 else reversed(groups):
-            call(PROBLEMS[0], recorder, group, torch.bfloat16, backward=False)
+    def program(call: Calls) -> None:
+        for group in call.groups if call.rank == 0 else reversed(call.groups):
+            call(PROBLEMS[0], group)
 
-    assert any("in one queue" in text for text in hangs(WAYS["fused"].world(2, SLOT_BYTES, 2).record(program)))
+    assert any("in one queue" in text for text in hangs(world_of("fused", num_groups=2).enqueue(program)))
 
 
 @pytest.mark.parametrize("beside", ["another call", "NCCL"])
-def test_a_gather_on_all_sms_before_its_copies_have_begun_is_found(
-    beside: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gather_on_all_sms_before_its_copies_have_begun_is_found(beside: str) -> None:
     """They may be behind a kernel that finds no room, in two queues and not in one."""
-    send = fused._send
 
-    def unheard(*args: Any) -> None:
-        send(*args)
+    def changed(rank: int, schedule: Schedule) -> Schedule:
+        on_main = [i for i, step in enumerate(schedule.steps) if step.stream == Stream.MAIN]
+        is_gather, is_await = is_a(Launch, kernel="gather_matmul.gather_matmul_kernel"), is_a(Await)
+        dropped = {i for i, j in pairwise(on_main) if is_await(schedule.steps[i]) and is_gather(schedule.steps[j])}
+        return replace(schedule, steps=tuple(step for i, step in enumerate(schedule.steps) if i not in dropped))
 
-    monkeypatch.setattr(fused, "_send", unheard)
     program = beside_nccl(LARGE[1]) if beside == "NCCL" else on_two_streams(LARGE)
-    texts = hangs(WAYS["fused"].world(2, LARGE_SLOT, 1 if beside == "NCCL" else 2).record(program))
+    world = large_world("fused", num_groups=1 if beside == "NCCL" else 2)
+    texts = hangs(replace(world, changed=changed).enqueue(program))
     assert texts and all("may find no room" in text for text in texts)
 
 

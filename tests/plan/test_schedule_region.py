@@ -1,4 +1,4 @@
-"""Regions of tensors against the sets of their bytes, and what the recorder says that a call does."""
+"""Regions of tensors against the sets of their bytes, and the work of a call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fusedcomm.plan.schedule import Base, Place
 from tests.helpers.problems import Problem
-from tests.helpers.schedule import torch_ops
-from tests.helpers.schedule.happens_before import HappensBefore, races
-from tests.helpers.schedule.operations import Kind, Recording
 from tests.helpers.schedule.programs import World, calls
-from tests.helpers.schedule.recorder import Recorder
 from tests.helpers.schedule.region import Region, region
+from tests.helpers.schedule.walk import is_memcpy
 
 
 def random_view(base: Tensor, generator: random.Random) -> Tensor:
@@ -51,12 +49,19 @@ def test_regions_are_the_bytes_of_tensors() -> None:
     assert region("a", 0, (2, 0), (1, 1), 2) is None
 
 
+def place(t: Tensor) -> Place:
+    return Place(Base.INPUT, 0, int(t.storage_offset()) * t.itemsize, tuple(t.shape), t.stride(), t.dtype)
+
+
 def test_a_copy_is_a_memcpy_if_both_sides_are_dense_alike() -> None:
+    def by_memcpy(to: Tensor, source: Tensor) -> bool:
+        return is_memcpy(place(to), place(source))
+
     x = torch.empty(4, 6)
-    assert torch_ops.is_memcpy(x, x) and torch_ops.is_memcpy(x.mT, x.mT) and torch_ops.is_memcpy(x[1:3], x[:2])
-    assert not torch_ops.is_memcpy(x.mT, torch.empty(6, 4))
-    assert not torch_ops.is_memcpy(x[:, 1:], x[:, 1:])
-    assert not torch_ops.is_memcpy(x, x.half())
+    assert by_memcpy(x, x) and by_memcpy(x.mT, x.mT) and by_memcpy(x[1:3], x[:2])
+    assert not by_memcpy(x.mT, torch.empty(6, 4))
+    assert not by_memcpy(x[:, 1:], x[:, 1:])
+    assert not by_memcpy(x, x.half())
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "fused"])
@@ -68,51 +73,11 @@ def test_a_call_does_the_work_that_its_shapes_say(algorithm: str) -> None:
         Problem("push", (rows, k), n // num_ranks, 0, 1),
         Problem("gather", (rows, k), n, 0, op="all_gather_matmul"),
     ):
-        for recording in world.record(calls([problem], backward=False)):
-            work = [step.work for operation in recording.operations for step in operation.steps]
+        for enqueued in world.enqueue(calls([problem], twice=False)):
+            steps = [step for operation in enqueued.operations for step in operation.steps]
             gathers = problem.op == "all_gather_matmul"
-            assert sum(each.flops for each in work) == 2 * rows * k * n * (num_ranks if gathers else 1)
-            sent = [sum(each.sent.get(rank, 0) for each in work) for rank in range(num_ranks)]
+            assert sum(step.work.flops for step in steps) == 2 * rows * k * n * (num_ranks if gathers else 1)
+            sent = [sum(step.work.sent.get(rank, 0) for step in steps) for rank in range(num_ranks)]
             to_each = 2 * rows * (k if gathers else n // num_ranks)
-            assert sent == [0 if rank == recording.rank else to_each for rank in range(num_ranks)]
-            assert len(rounds(recording)) > 1
-
-
-def rounds(recording: Recording) -> set[int]:
-    return {flag.epoch for operation in recording.operations for step in operation.steps for flag in step.signals}
-
-
-@pytest.mark.parametrize("synchronizes", ["item", "stream", "event", "device", None])
-def test_what_the_host_waits_for_comes_before_what_it_enqueues(synchronizes: str | None) -> None:
-    def program(recorder: Recorder) -> None:
-        side, x = torch.cuda.Stream(), recorder.tensor(64)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.zero_()
-            event = side.record_event()
-            if synchronizes == "item":
-                assert not x[0].item()
-        if synchronizes == "stream":
-            side.synchronize()
-        elif synchronizes == "event":
-            event.synchronize()
-        elif synchronizes == "device":
-            torch.cuda.synchronize()
-        x.add_(1)
-
-    recordings = World(2, 1 << 16, "chunked").record(program)
-    assert bool(races(HappensBefore(recordings))) == (synchronizes is None)
-    assert any(each.host_waits for each in recordings[0].operations) == (synchronizes is not None)
-    kinds = [each.kind for each in recordings[0].operations if each.stream >= 0][1:]
-    assert kinds == [Kind.ELEMENTS, *[Kind.MEMCPY] * (synchronizes == "item"), Kind.ELEMENTS]
-
-
-def test_what_the_host_reads_must_be_there() -> None:
-    def program(recorder: Recorder) -> None:
-        side, x = torch.cuda.Stream(), recorder.tensor(64)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            x.zero_()
-        x[0].item()
-
-    assert any("to the host" in text for text in races(HappensBefore(World(2, 1 << 16, "chunked").record(program))))
+            assert sent == [0 if rank == enqueued.rank else to_each for rank in range(num_ranks)]
+            assert len({flag.epoch for step in steps for flag in step.signals}) > 1

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import launches
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Stream
@@ -20,10 +18,9 @@ from tests.helpers.problems import Problem
 from tests.helpers.schedule import start_program
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
-from tests.helpers.schedule.operations import Flag, Kind, Operation, Recording, Step, Work
-from tests.helpers.schedule.programs import World, calls
+from tests.helpers.schedule.operations import Enqueued, Flag, Kind, Operation, Step, Work
+from tests.helpers.schedule.programs import GPU, Calls, World, calls
 from tests.helpers.schedule.rates import H200, H200_WITH_ROOM, Rates
-from tests.helpers.schedule.recorder import Recorder
 from tests.helpers.schedule.simulator import simulate
 from tests.package.test_docs import page
 
@@ -37,15 +34,12 @@ def copy(rank: int, number: int, dst_rank: int, num_bytes: int, stream: int = 0)
     return Operation(number, rank, stream, Kind.MEMCPY, f"copy to {dst_rank}", [], [step])
 
 
-def kernel(
-    rank: int, number: int, stream: int, steps: list[Step], num_programs: int = 132, **options: Any
-) -> Operation:
-    return Operation(number, rank, stream, Kind.LAUNCH, "push_matmul_kernel", [], steps, num_programs, 8, **options)
+def kernel(rank: int, number: int, stream: int, steps: list[Step], num_programs: int = 132) -> Operation:
+    return Operation(number, rank, stream, Kind.LAUNCH, "push_matmul_kernel", [], steps, num_programs)
 
 
 def seconds(operations: list[list[Operation]]) -> float:
-    recordings = [Recording(rank, each) for rank, each in enumerate(operations)]
-    return round(simulate(recordings, AT_ONCE).total, 3)
+    return round(simulate([Enqueued(rank, each) for rank, each in enumerate(operations)], AT_ONCE).total, 3)
 
 
 def test_copies_share_what_a_gpu_sends_and_receives() -> None:
@@ -66,12 +60,11 @@ def test_programs_that_hold_an_sm_each_run_one_kernel_after_the_other() -> None:
     assert seconds([halves]) == 2
 
 
-def test_a_wait_ends_with_its_signal_and_a_host_sync_delays_what_follows() -> None:
+def test_a_wait_ends_with_its_signal() -> None:
     flag = Flag("group", 1, 0, 1)
     sends = replace(copy(0, 0, 1, SECOND), steps=[Step(work=Work(sent={1: SECOND}), signals=[flag])])
     waits = kernel(1, 0, 0, [Step(waits=[flag])], num_programs=1)
     assert seconds([[sends], [waits]]) == 1
-    assert seconds([[copy(0, 0, 1, SECOND), replace(copy(0, 1, 1, SECOND, stream=1), host_waits=[0])], []]) == 2
 
 
 def beside(pack: Any, s: Any, *args: Any, **options: Any) -> None:
@@ -82,27 +75,18 @@ def beside(pack: Any, s: Any, *args: Any, **options: Any) -> None:
 
 def test_a_wait_for_what_finds_no_room_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matmul of a gather fills all SMs before its pack, on another stream, is placed."""
-    gather = calls([Problem("heads-to-tokens", (2048, 256), 8192, 1, 0, op="all_to_all_matmul")], backward=False)
+    gather = calls([Problem("heads-to-tokens", (2048, 256), 8192, 1, 0, op="all_to_all_matmul")], twice=False)
 
-    def program(recorder: Recorder) -> None:
-        x = recorder.tensor(8192, 8192)
-        x @ x
-        gather(recorder)
+    def program(call: Calls) -> None:
+        call.walk.multiply(1, 8192, 8192, 8192)
+        gather(call)
 
-    world = World(2, 1 << 26, "fused")
-    assert simulate(world.record(program), H200).total < 3e-3
-    monkeypatch.setattr(Workspace, "least_copied", 1 << 62)
+    world = World(2, 1 << 26, "fused", device=GPU._replace(least_copied=1 << 62))
+    assert simulate(world.enqueue(program), H200).total < 3e-3
     monkeypatch.setattr(launches, "pack", partial(beside, launches.pack))
-    recordings = world.record(program)
+    enqueued = world.enqueue(program)
     with pytest.raises(AssertionError, match=r"never end: .*pack_kernel"):
-        simulate(recordings, H200)
-
-
-@cache
-def forward() -> list[Recording]:
-    """One pair of the start program."""
-    world = World(4, start_program.SLOT_BYTES, "chunked", writes_words=True)
-    return world.record(lambda recorder: start_program.pair(recorder, backward=False))
+        simulate(enqueued, H200)
 
 
 @pytest.mark.parametrize("rates", [H200, H200_WITH_ROOM])
@@ -111,7 +95,7 @@ def test_signals_by_stream_writes_need_no_room(rates: Rates) -> None:
     chunk = H200.matmul((2, 16192, 4096, 2048), 1)
     unpack = 3 * CHUNK_BYTES / H200.memory  # the own chunk lies where it belongs
     by_hand = ROUNDS * 4 * chunk + (ROUNDS - 1) * unpack / 2 + unpack
-    assert simulate(forward(), rates).total == pytest.approx(by_hand, rel=0.015)
+    assert simulate(start_program.enqueued("forward", "chunked", 1), rates).total == pytest.approx(by_hand, rel=0.015)
 
 
 GATHERED = {  # microseconds, and with the own chunk in the slot
@@ -123,8 +107,8 @@ GATHERED = {  # microseconds, and with the own chunk in the slot
 def gather_us(rows: int, n: int) -> float:
     """Microseconds of one of 4 calls that gather rows, without the time of the host."""
     problem = Problem("rows", (rows, 4096), n, 0, op="all_gather_matmul")
-    recordings = World(4, 1 << 30, "fused").record(calls([problem] * 4, backward=False))
-    return 1e6 * simulate(recordings, replace(H200, host=0)).total / 4
+    enqueued = World(4, 1 << 30, "fused").enqueue(calls([problem] * 4, twice=False))
+    return 1e6 * simulate(enqueued, replace(H200, host=0)).total / 4
 
 
 @pytest.mark.parametrize("sizes", GATHERED, ids=str)
@@ -136,24 +120,12 @@ def test_an_own_chunk_that_stays_in_x_saves_what_the_page_says(sizes: tuple[str,
     assert text in " ".join(page("status").split())
 
 
-def test_a_stream_write_that_overtakes_its_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made on a stream that does not wait for the copy."""
-    write = Recorder.stream_write
-
-    def overtakes(self: Recorder, stream: Any, address: int, value: int) -> None:
-        write(self, torch.cuda.Stream(), address, value)
-
-    monkeypatch.setattr(Recorder, "stream_write", overtakes)
-    world, problem = World(2, 1 << 20, "chunked"), Problem("tokens-to-heads", (128, 256), 256, 0, 1)
-    assert any("race" in text for text in races(HappensBefore(world.record(calls([problem], backward=False)))))
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("algorithm", ["chunked", "fused"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_start_program_has_no_race_and_no_blocked_wait(direction: str, algorithm: str) -> None:
-    order = HappensBefore(start_program.recorded(direction, algorithm, 2))
+    order = HappensBefore(start_program.enqueued(direction, algorithm, 2))
     assert not races(order) and not blocked_waits(order)
 
 

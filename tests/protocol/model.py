@@ -29,7 +29,7 @@ class ProtocolModel:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario, self.rules, self.size = scenario, scenario.rules, scenario.group_size
         self.programs = [compile_script(scenario, rank) for rank in range(self.size)]
-        self.num_segments = 1 + max(sum(call is RESET for call in script) for script in scenario.scripts)
+        self.num_segments = 1 + max(script.count(RESET) for script in scenario.scripts)
         self.results = ResultsInPlace(scenario, self.programs, self.num_segments)
         self.do: dict[str, Callable[[State, int, Rank, Step], Moves]] = {
             "enter": self._enter,

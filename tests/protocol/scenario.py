@@ -1,17 +1,19 @@
 """The scripts of a model's ranks: calls, the rules that they keep, and which faults may come.
 
-A rank's script is compiled to two programs of steps, as a rank has two streams: what it sends, and what it receives.
-A step names how far the other program must be before it.
+A rank's script is compiled to two programs of steps, what it sends and what it receives, in the order of its schedules
+(tests/protocol/words.py). A step names how far the other program must be before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from fusedcomm.memory.segment import NUM_SLOTS
-from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
+from tests.helpers.problems import Problem
+from tests.helpers.uneven import Uneven
+from tests.protocol.words import Traffic, Word, words
 
 
 @dataclass(frozen=True)
@@ -55,52 +57,61 @@ class Rules:
     results: ResultRules = field(default_factory=ResultRules)
 
 
-class Round(NamedTuple):
+@dataclass(frozen=True)
+class Call:
+    """``traffic`` is None if it moves nothing."""
+
     op: int
-    empty: tuple[int, ...] = ()  # ranks whose chunks have no element
-    beside: bool = False  # on a device: the sends run on a stream beside the waits and reads
-    sums: bool = False  # whether all chunks are waited for before the first is read
+    traffic: Traffic | None = None
+    is_empty: bool = False  # nobody has anything to send
     slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
     size: int = 1  # the size of the result, which peers of another size do not know from the op
     sizes: tuple[int, ...] = ()  # that of each rank, where parts differ in size: all ranks know these from the op
-    nothing: tuple[tuple[int, int], ...] = ()  # (src_rank, dst_rank) whose chunk alone has no element
-
-    def is_empty(self, src: int, dst: int) -> bool:
-        return src in self.empty or (src, dst) in self.nothing
 
     def size_on(self, rank: int) -> int:
         return self.sizes[rank] if self.sizes else self.size
 
 
-Call = tuple[Round, ...]
-RESET: Call = ()
-UNFUSED: Call = (Round(0),)
-PUSH: Call = (Round(1),)
-GATHER: Call = (Round(2, beside=True),)
-REDUCE: Call = (Round(3, sums=True),)
-ALL_REDUCE: Call = (Round(4, sums=True), Round(4))
-REDUCE_BESIDE: Call = (Round(3, sums=True, beside=True),)
-ALL_REDUCE_BESIDE: Call = (Round(4, sums=True, beside=True), Round(4, beside=True))
-UNEVEN: Call = (Round(8, sizes=(2, 1, 1), nothing=((0, 1),)),)
-HANDSHAKE: Call = (Round(5, empty=(0, 1, 2)),)
+def _even(*args: Any, **options: Any) -> Callable[[int], Problem]:
+    return lambda group_size: Problem("even", *args, **options)
+
+
+def _uneven(gather: Callable[[int], tuple[int, ...]] | None, scatter: tuple[int, ...]) -> Callable[[int], Uneven]:
+    """A push; ``scatter``: the columns of the first ranks, 2 of the others."""
+
+    def made(size: int) -> Uneven:
+        columns = (*scatter, 2, 2)[:size]
+        rows = gather(size) if gather is not None else (2,) * size
+        return Uneven("matmul_all_to_all", (sum(rows), sum(columns)), 1, 0, 1, rows, columns, other=8)
+
+    return made
+
+
+_NO_ROWS = Traffic(_even((0, 8), 6, 0, 1))
+_PUSH = Traffic(_even((12, 8), 6, 0, 1))
+RESET, UNFUSED = Call(-1), Call(0)
+PUSH = Call(1, _PUSH)
+GATHER = Call(2, Traffic(_even((12, 8), 6, 0, op="all_gather_matmul")))
+REDUCE = Call(3, Traffic(_even((12, 8), 6, scatter_dim=0, op="matmul_reduce_scatter")))
+ALL_REDUCE = Call(4, Traffic(_even((12, 8), 6, op="matmul_all_reduce")))
+HANDSHAKE = Call(5, _NO_ROWS, is_empty=True)
+EMPTY = Call(6, _NO_ROWS, is_empty=True)
+EMPTY_FROM_0 = Call(6, Traffic(_uneven(lambda size: (0,) + (2,) * (size - 1), (2,)), "chunked"))
+UNEVEN = Call(8, Traffic(_uneven(None, (4, 0)), "chunked"), sizes=(2, 1, 1))  # nothing is sent to rank 1
+OTHER_OP = Call(9, _PUSH)
 Script = tuple[Call, ...]
-POSTS = ("enter", "post", "stamp")
 AT_ONCE = ("stamp", "place", "mark")
-
-
-def empty_from(*ranks: int) -> Call:
-    """A push for which these ranks have nothing to send."""
-    return (Round(6, empty=ranks),)
 
 
 def in_rounds(call: Call, count: int) -> Call:
     """A call larger than a slot."""
-    return call * count
+    assert call.traffic is not None
+    return replace(call, traffic=replace(call.traffic, num_rounds=count))
 
 
 def captured(slot: int) -> Call:
     """A replay of a push whose copies have the addresses of this slot."""
-    return (Round(7, slot=slot),)
+    return replace(PUSH, op=7, slot=slot)
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,6 @@ class Scenario:
     blocks: int = 0  # in the results heap of each rank; 0: no results in place
     offers: tuple[int, ...] = (0, 1, 2)  # ranks whose results may be in their heap
     whole_posts: bool = False  # a post is written and read in one step, and so are a chunk in place and its mark
-    turned: tuple[int, ...] = ()  # ranks that send to the last peer first, as it has posted first
 
     @property
     def group_size(self) -> int:
@@ -154,80 +164,93 @@ class Step(NamedTuple):
 
 
 class Programs(NamedTuple):
-    sends: tuple[Step, ...]
-    receives: tuple[Step, ...]
+    sends: list[Step]
+    receives: list[Step]
 
 
 def compile_script(scenario: Scenario, rank: int) -> Programs:
-    rules, size = scenario.rules, scenario.group_size
-    sends: list[Step] = []
-    receives: list[Step] = []
-    segment = epoch = joined = 0
-    for call in scenario.scripts[rank]:
-        if call is RESET:
+    programs = Programs([], [])
+    script = [*scenario.scripts[rank]]
+    for segment in range(script.count(RESET) + 1):
+        end = script.index(RESET) if RESET in script else len(script)
+        last = _Segment(scenario, rank, segment, script[:end], programs).compile()
+        if end < len(script):
             for what in ("arrive", "depart"):
-                receives.append(Step(what, rank, segment, epoch, 0, 0, len(sends)))
-            segment, epoch = segment + 1, 0
-            continue
-        if call is UNFUSED:
-            epoch += rank in rules.unfused_takes_epoch
-            continue
-        last = epoch + len(call)
-        for i, round in enumerate(call):
-            epoch += 1
-            if not rules.takes_part_in_empty_rounds and len(round.empty) >= size:
-                continue
-            slot = epoch % rules.num_slots if round.slot is None else round.slot
-            before, joined = joined, len(receives) if rules.reads_before_next_signals else _last_wait(receives)
-            posted = joined if rules.results.posts_after_reads else before
-            if i == 0:
-                result = max(_place(scenario, each, rank) for each in call)
-                sends.append(Step("enter", rank, segment, epoch, round.op, slot, posted, result, last))
-            started = len(sends)
-            for what, dst in _sends(scenario, round, rank):
-                after, at_once = posted if what in POSTS else joined, scenario.whole_posts and what in AT_ONCE
-                written = round.size_on(rank if what in POSTS else dst)
-                sends.append(Step(what, dst, segment, epoch, round.op, slot, after, written, last, at_once))
-            sent = started if round.beside and scenario.device else len(sends)
-            for what, src in _receives(rules, round, rank, size):
-                receives.append(Step(what, src, segment, epoch, round.op, slot, sent, round.size_on(rank), last))
-    return Programs(tuple(sends), tuple(receives))
+                programs.receives.append(Step(what, rank, segment, last, 0, 0, len(programs.sends)))
+        del script[: end + 1]
+    return programs
 
 
-def _place(scenario: Scenario, round: Round, rank: int) -> int:
-    """The size of the rank's result that peers may write in place in the round; 0 if none."""
-    written = len(round.empty) < scenario.group_size and not round.sums
-    return round.size_on(rank) if scenario.blocks and written else 0
+class _Segment:
+    """The calls between two resets, which begin with the first round."""
 
+    def __init__(self, scenario: Scenario, rank: int, segment: int, script: Sequence[Call], programs: Programs) -> None:
+        self.scenario, self.rules, self.rank, self.segment = scenario, scenario.rules, rank, segment
+        self.sends, self.receives = programs
+        traffic: list[tuple[Call, Traffic | None]] = []
+        for call in script:
+            if call == UNFUSED:
+                traffic += [(call, None)] * (rank in self.rules.unfused_takes_epoch)
+            else:
+                left_out = call.is_empty and not self.rules.takes_part_in_empty_rounds
+                traffic.append((call, None if left_out else call.traffic))
+        of = rank, scenario.group_size, scenario.device, scenario.blocks > 0
+        self.words = words(tuple(each for _, each in traffic), *of)
+        self.calls: list[tuple[Call, int]] = []  # by round, from 1 on, with the last one of the call
+        for (call, _), count in zip(traffic, self.words.num_rounds, strict=True):
+            self.calls += [(call, len(self.calls) + count)] * count
 
-def _sends(scenario: Scenario, round: Round, rank: int) -> Iterator[tuple[str, int]]:
-    # The own chunk is left out: one rank writes and reads it, in program order.
-    rules, in_place = scenario.rules, _place(scenario, round, rank) > 0
-    peers = peers_of(rank, scenario.group_size)[:-1]
-    if in_place:
-        yield from ((what, dst) for dst in peers if not round.is_empty(dst, rank) for what in rules.results.post)
-    for dst in reversed(peers) if rank in scenario.turned else peers:
-        empty = round.is_empty(rank, dst)
-        signals = [] if empty and not rules.signals_empty_chunks else [("signal", dst)]
-        # One step stands for all words of a chunk. The protocol treats them alike, and each lies between its signals.
-        writes = [] if empty else [("write", dst)]
-        if in_place and not empty:
-            yield from ((what, dst) for what in rules.results.chunk)
-        else:
-            yield from (*writes, *signals) if rules.data_before_flag else (*signals, *writes)
+    def compile(self) -> int:
+        """The number of rounds."""
+        sends, receives = self.words.sends, self.words.receives
+        kept = [word for word in receives if word.what != "wait" or self.rules.waits]
+        first = len(self.receives)
+        self.received = [first + sum(word in kept for word in receives[:i]) for i in range(len(receives) + 1)]
+        self.kinds = [*(step.what for step in self.receives), *(word.what for word in kept)]
+        sent = [len(self.sends)]  # by words
+        for i, word in enumerate(sends):
+            self._send(word, sends[:i])
+            sent.append(len(self.sends))
+        for word in kept:
+            self.receives.append(self._step(word.what, word, sent[word.after]))
+        return len(self.calls)
 
+    def _send(self, word: Word, before: Sequence[Word]) -> None:
+        rules, of_round = self.rules, [each for each in before if each.epoch == word.epoch]
+        after = self.received[word.after]
+        if not self.rules.reads_before_next_signals:
+            after = max((i + 1 for i, what in enumerate(self.kinds[:after]) if what == "wait"), default=0)
+        last = self.calls[word.epoch - 1][1]
+        if not of_round and (word.epoch == 1 or self.calls[word.epoch - 2][1] != last):
+            self.sends.append(self._step("enter", word._replace(other=self.rank), self._posted(word, after)))
+        if word.what == "post":
+            self.sends += [self._step(what, word, self._posted(word, after)) for what in rules.results.post]
+        elif word.what == "signal":
+            chunk = [each.what for each in of_round if each.other == word.other and each.what != "post"]
+            if "write" not in chunk:
+                order = ("signal",) * rules.signals_empty_chunks
+            elif "look" in chunk:
+                order = rules.results.chunk
+            else:
+                order = ("write", "signal") if rules.data_before_flag else ("signal", "write")
+            self.sends += [self._step(what, word, after) for what in order]
 
-def _receives(rules: Rules, round: Round, rank: int, size: int) -> Iterator[tuple[str, int]]:
-    sources = sources_of(rank, size)[1:]
-    if round.sums:
-        yield from (("wait", src) for src in sources if rules.waits)
-        yield from (("read", src) for src in sorted(sources) if not round.is_empty(src, rank))
-    else:
-        for src in sources:
-            yield from [("wait", src)] * rules.waits
-            yield from [("read", src)] * (not round.is_empty(src, rank))
-    yield "finish", rank
+    def _posted(self, word: Word, after: int) -> int:
+        """How far the receives must be before a post of the round."""
+        if self.rules.results.posts_after_reads:
+            return after
+        ends = [i + 1 for i, what in enumerate(self.kinds[:after]) if what == "finish"]
+        return ends[-2] if len(ends) > 1 else 0
 
+    def _step(self, what: str, word: Word, after: int) -> Step:
+        call, last = self.calls[word.epoch - 1]
+        slot = word.epoch % self.rules.num_slots if call.slot is None else call.slot
+        size = call.size_on(word.other if what in ("look", "place", "write", "mark", "signal") else self.rank)
+        if what == "enter" and not self._posts(last):
+            size = 0
+        at_once = self.scenario.whole_posts and what in AT_ONCE
+        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, size, last, at_once)
 
-def _last_wait(receives: list[Step]) -> int:
-    return max((i + 1 for i, step in enumerate(receives) if step.what == "wait"), default=0)
+    def _posts(self, last: int) -> bool:
+        """Whether peers may write the result of the call in place."""
+        return any(each.what == "post" and self.calls[each.epoch - 1][1] == last for each in self.words.sends)

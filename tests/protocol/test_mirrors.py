@@ -1,98 +1,40 @@
-"""The model is what the code does: step by step where it runs here, and by digests of what it was read against."""
+"""The model is what the code does: by schedules, and by digests of what none says."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-import fusedcomm
-from fusedcomm.plan.schedule import Base, EndRound, Reduce, Signal, Wait, places_of
-from fusedcomm.run.python_executor import Execution
-from tests.helpers.problems import PROBLEMS, integers
+pytest.importorskip("triton")
+
 from tests.protocol import mirrored, mirrors
 from tests.protocol.mirrored import MIRRORED
-from tests.protocol.scenario import (
-    ALL_REDUCE,
-    GATHER,
-    PUSH,
-    UNFUSED,
-    Programs,
-    Scenario,
-    all_run,
-    compile_script,
-    empty_from,
-)
-
-WHAT = ("write", "signal", "wait", "read")
-Steps = list[tuple[str, int, int]]  # (what, the other rank, epoch)
+from tests.protocol.scenario import ALL_REDUCE, EMPTY, PUSH, REDUCE, Call
+from tests.protocol.words import words
 
 
-def recorded_steps(rank: int) -> Steps:
-    """The steps of `chunked` with its peers, call by call. The own chunk needs no flag."""
-    steps: Steps = []
-    step, waited = Execution.step, rank
+@pytest.mark.parametrize("call", [PUSH, REDUCE, ALL_REDUCE, EMPTY], ids=lambda call: str(call.op))
+def test_all_algorithms_put_the_same_on_the_wire(call: Call) -> None:
+    """In one order. They wait for one source after the other, or for all."""
 
-    def add(self: Execution, what: str, other: int) -> None:
-        found = what, other, self.epoch
-        if other != rank and found not in steps[-1:]:  # a chunk may be written, or read, in parts
-            steps.append(found)
+    def on_the_wire(algorithm: str, rank: int, device: bool) -> tuple[list[Any], list[Any]]:
+        assert call.traffic is not None
+        found = words((replace(call.traffic, algorithm=algorithm),) * 2, rank, 3, device, False)
+        return [word[:3] for word in found.sends], sorted(word[:3] for word in found.receives)
 
-    def record(self: Execution, work: Any, stream: Any) -> None:
-        nonlocal waited
-        for to in places_of(getattr(work, "out", None) or getattr(work, "to", None)):
-            if to.base == Base.SLOT:
-                add(self, "write", to.number)
-        if isinstance(work, Reduce):
-            for src_rank in range(len(work.parts)):
-                add(self, "read", src_rank)
-        elif any(
-            place.base == Base.SLOT for place in places_of((getattr(work, "source", None), getattr(work, "x", None)))
-        ):
-            add(self, "read", waited)
-        if isinstance(work, Signal):
-            add(self, "signal", work.dst_rank)
-        if isinstance(work, Wait):
-            waited = work.src_rank
-            add(self, "wait", waited)
-        step(self, work, stream)
-        if isinstance(work, EndRound):
-            waited = rank
-
-    problem = next(p for p in PROBLEMS if p.name == "rows-gathered")
-    x, w, _ = integers(problem, rank, dist.get_world_size())
-    fusedcomm.close()
-    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
-        patch.setattr(Execution, "step", record)
-        fusedcomm.matmul_all_to_all(x, w, problem.gather_dim, problem.scatter_dim)
-        fusedcomm.matmul_all_to_all(x[:0], w, problem.gather_dim, problem.scatter_dim)
-        fusedcomm.all_gather_matmul(x, w, 0)
-        with fusedcomm.force_algorithm("unfused"):
-            fusedcomm.all_gather_matmul(x, w, 0)
-        fusedcomm.matmul_all_reduce(torch.ones(8, 4), torch.ones(4, 4))
-    return steps
+    for rank in range(3):
+        on_host = on_the_wire("chunked", rank, False)
+        assert on_host == on_the_wire("chunked", rank, True) == on_the_wire("fused", rank, True)
 
 
-def in_program_order(programs: Programs) -> Steps:
-    """The order of a host that runs both programs: what it sends comes first."""
-    sends, receives = list(programs.sends), list(programs.receives)
-    steps, received = [], 0
-    while sends or receives:
-        if sends and sends[0].after <= received:
-            step = sends.pop(0)
-        else:
-            step, received = receives.pop(0), received + 1
-        if step.what in WHAT:
-            steps.append((step.what, step.other, step.epoch))
-    return steps
-
-
-def test_the_model_is_what_the_code_does(ranks: Any) -> None:
-    scenario = Scenario(all_run(3, PUSH, empty_from(0, 1, 2), GATHER, UNFUSED, ALL_REDUCE))
-    for rank, steps in enumerate(ranks(3).run(recorded_steps)):
-        assert steps == in_program_order(compile_script(scenario, rank))
+def test_a_call_sends_and_receives_in_the_order_of_its_schedule() -> None:
+    """By hand: rank 1 of 3 sends to the next rank first, and receives from the one that has sent to it first."""
+    (sends, receives, _) = words((PUSH.traffic,), 1, 3, False, False)
+    assert [word[:2] for word in sends] == [("write", 2), ("signal", 2), ("write", 0), ("signal", 0)]
+    assert [word[:2] for word in receives] == [("wait", 0), ("read", 0), ("wait", 2), ("read", 2), ("finish", 1)]
+    assert [word.after for word in receives] == [4] * 5
 
 
 def test_the_code_is_what_the_model_was_read_against() -> None:

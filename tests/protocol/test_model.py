@@ -12,27 +12,24 @@ from tests.protocol.model import ProtocolModel
 from tests.protocol.programs import ProgramModel, ProgramRules
 from tests.protocol.scenario import (
     ALL_REDUCE,
-    ALL_REDUCE_BESIDE,
+    EMPTY,
+    EMPTY_FROM_0,
     GATHER,
     HANDSHAKE,
+    OTHER_OP,
     PUSH,
     REDUCE,
-    REDUCE_BESIDE,
     RESET,
     UNEVEN,
     UNFUSED,
     Call,
-    Round,
     Rules,
     Scenario,
     all_run,
     captured,
-    empty_from,
     in_rounds,
 )
 
-EMPTY: Call = empty_from(0, 1, 2)
-OTHER_OP: Call = (Round(9),)
 REPLAYS = (PUSH, UNFUSED, PUSH, PUSH)
 
 
@@ -59,7 +56,7 @@ CALLS = {
     "push": (in_rounds(PUSH, 4), PUSH),
     "mixed": (PUSH, GATHER, ALL_REDUCE, REDUCE),
     "gather": (GATHER, GATHER, GATHER),
-    "empty": (PUSH, EMPTY, empty_from(0), GATHER),
+    "empty": (PUSH, EMPTY, EMPTY_FROM_0, GATHER),
     "uneven": (UNEVEN, PUSH, UNEVEN),
     "unfused": (PUSH, UNFUSED, PUSH, UNFUSED, GATHER, PUSH),
     "replays-with-device-slots": (*REPLAYS, *REPLAYS),
@@ -87,7 +84,7 @@ def on_device(group_size: int, *script: Call, **faults: Any) -> Scenario:
 
 
 LATE_OR_DEAD: dict[str, Any] = {"timeouts": True, "dies": (0, 1)}
-MIXED = (PUSH, GATHER, ALL_REDUCE, empty_from(0))
+MIXED = (PUSH, GATHER, ALL_REDUCE, EMPTY_FROM_0)
 
 HOST_FAULTS = {
     "late-or-dead": on_host(2, *MIXED, RESET, GATHER, PUSH, **LATE_OR_DEAD),
@@ -106,7 +103,7 @@ DEVICE_FAULTS = {
     "late-or-dead": on_device(2, PUSH, GATHER, PUSH, RESET, PUSH, timeouts=True),
     "late-3-ranks": on_device(3, PUSH, timeouts=True),
     "late-with-an-empty-round": on_device(2, PUSH, PUSH, EMPTY, PUSH, PUSH, timeouts=True),
-    "reads-beside-sends": on_device(2, REDUCE_BESIDE, ALL_REDUCE_BESIDE, GATHER, timeouts=True),
+    "reads-beside-sends": on_device(2, UNEVEN, GATHER, UNEVEN, timeouts=True),
     "leaves": on_device(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
     "ends": on_device(2, PUSH, GATHER, ALL_REDUCE, PUSH, ends=(0, 1)),
     "another-op": Scenario(with_another_op(), mismatched=True, device=True),
@@ -127,7 +124,7 @@ def test_on_a_device_every_wait_ends_in_data_or_an_error(scenario: str) -> None:
 
 
 LONG = {
-    "without-faults": on_device(3, PUSH, GATHER, ALL_REDUCE, empty_from(0), GATHER),
+    "without-faults": on_device(3, PUSH, GATHER, ALL_REDUCE, EMPTY_FROM_0, GATHER),
     "host-reduces": on_host(3, PUSH, REDUCE, timeouts=True),
     "host-late": on_host(3, PUSH, PUSH, RESET, PUSH, timeouts=True),
     "host-dead": on_host(3, PUSH, PUSH, timeouts=True, dies=(0,)),
@@ -166,7 +163,7 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
         Rules(reads_before_next_signals=False),
         OVERWRITE,
     ),
-    "empty-chunk-unsignalled": (on_host(2, PUSH, empty_from(0)), Rules(signals_empty_chunks=False), DEADLOCK),
+    "empty-chunk-unsignalled": (on_host(2, PUSH, EMPTY_FROM_0), Rules(signals_empty_chunks=False), DEADLOCK),
     "empty-chunk-to-one-peer-unsignalled": (on_host(3, UNEVEN), Rules(signals_empty_chunks=False), DEADLOCK),
     "empty-round-left-out": (on_host(2, PUSH, EMPTY, PUSH), Rules(takes_part_in_empty_rounds=False), OVERWRITE),
     "unfused-takes-an-epoch-here": (on_host(2, UNFUSED, PUSH), Rules(unfused_takes_epoch=(0,)), DEADLOCK),

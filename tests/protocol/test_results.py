@@ -12,24 +12,24 @@ import pytest
 
 from tests.protocol.scenario import (
     ALL_REDUCE,
+    EMPTY_FROM_0,
     GATHER,
     HANDSHAKE,
+    OTHER_OP,
     PUSH,
     REDUCE,
     RESET,
     UNEVEN,
     Call,
     ResultRules,
-    Round,
     Rules,
     Scenario,
-    empty_from,
     in_rounds,
 )
-from tests.protocol.test_model import EARLY, OTHER_OP, OVERWRITE, expect, on_host, run, with_another_op
+from tests.protocol.test_model import EARLY, OVERWRITE, expect, on_host, run, with_another_op
 
-LARGER: Call = (Round(1, size=2),)  # a result of another size, of a call with the fingerprint of PUSH
-PARTS, OTHER_PARTS = (((Round(9, sizes=sizes),), PUSH) for sizes in ((2, 1), (1, 2)))  # with one fingerprint
+LARGER = replace(PUSH, size=2)  # a result of another size, of a call with the fingerprint of PUSH
+PARTS, OTHER_PARTS = ((replace(OTHER_OP, sizes=sizes), PUSH) for sizes in ((2, 1), (1, 2)))  # with one fingerprint
 
 
 def two(*script: Call, **settings: Any) -> Scenario:
@@ -104,7 +104,7 @@ def test_each_bug_planted_in_results_is_caught(bug: str) -> None:
 
 
 LONG = {
-    "mixed": two(PUSH, GATHER, ALL_REDUCE, empty_from(0)),
+    "mixed": two(PUSH, GATHER, ALL_REDUCE, EMPTY_FROM_0),
     "sums-between": two(PUSH, REDUCE, ALL_REDUCE),
     "grown": two(PUSH, HANDSHAKE, RESET, GATHER),
     "three-calls-two-blocks": two(PUSH, GATHER, PUSH, blocks=2),
@@ -112,7 +112,6 @@ LONG = {
     "uneven-late": two(UNEVEN, UNEVEN, timeouts=True),
     "3-ranks-uneven": three(UNEVEN, offers=(0,)),
     "late-two-blocks": two(PUSH, GATHER, timeouts=True, blocks=2),
-    "3-ranks-turned": three(PUSH, PUSH, offers=(2,), turned=(0, 1)),
     "late": three(PUSH, timeouts=True, offers=(0, 1, 2)),
     "late-calls": three(PUSH, PUSH, timeouts=True, offers=(0,)),
     "dead": three(PUSH, timeouts=True, dies=(0,), offers=(1,)),

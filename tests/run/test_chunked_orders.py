@@ -6,33 +6,33 @@ tests/helpers/schedule/random_orders.py runs them. All ranks' hosts are far ahea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
 from fusedcomm.errors import PeerError
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import copies
-from fusedcomm.plan.builder import Device
-from fusedcomm.plan.call_plan import CallPlan
 from fusedcomm.plan.geometry import exchange
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.run import calls
+from fusedcomm.plan.schedule import Schedule, Stream
+from fusedcomm.run import python_executor
 from fusedcomm.run.python_executor import Execution
-from fusedcomm.testing.virtual import VirtualGroup, run_op
+from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
+from tests.helpers.schedule.programs import GPU, operands, schedule
 from tests.helpers.schedule.random_orders import Gpus, NoProgressError
 from tests.helpers.tiers import thorough_but
+from tests.helpers.uneven import Uneven
 
-SLOT_BYTES, FINGERPRINT = 1 << 14, 0x5A17C3
+SLOT_BYTES = 1 << 14
 BF16, FP32 = torch.bfloat16, torch.float32
 
 PUSH = Problem("tokens-to-heads", (2, 3, 5), 4, 1, 2, bias=True)
@@ -65,71 +65,78 @@ def cut_in(num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "rounds", cut)
 
 
-def call(problem: Problem, workspace: Workspace, inputs: Any, by_product: bool, algorithm: str) -> list[Tensor]:
-    """The op's results by an algorithm, and behind them the exchanged or gathered x if it is asked for."""
-    x, w, bias = inputs
-    size = workspace.group_size
-    ws, biases = (w, bias) if isinstance(w, list) else ([w], [bias])
-    partial, biases = (bias, [None]) if problem.partial else (None, biases)
-    options = {"reduce_op": problem.reduce_op, "return_gathered": by_product, "partial_bias": partial}
-    args = Arguments(x, ws, biases, size, workspace.group_name, **options)
-    return run_op(problem.op, algorithm, problem.exchange(x, w, size), workspace, args, FINGERPRINT)
-
-
 class Run:
     """Calls of a problem by every rank, all on one workspace, each with inputs of its own."""
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Problem | Uneven,
         group_size: int = 2,
         dtype: torch.dtype = BF16,
         by_product: bool = False,
         writes_words: bool = True,
         num_calls: int = 2,
-        leaves: type[Exception] | None = None,
+        leaves_in: int = 0,
         algorithm: str = "chunked",
+        least_copied: int = 0,
     ) -> None:
-        """``leaves``: what a rank's call may raise."""
-        self.problem, self.group_size, self.dtype, self.algorithm = problem, group_size, dtype, algorithm
-        self.by_product, self.num_calls = by_product and problem.op in GATHERS, num_calls
+        """``leaves_in``: the round in which rank 0 leaves its call, when its streams have begun it."""
+        self.problem, self.group_size, self.dtype, self.num_calls = problem, group_size, dtype, num_calls
+        self.by_product = by_product and problem.op in GATHERS
         self.workspaces = VirtualGroup(group_size, SLOT_BYTES, "cpu").workspaces
-        for workspace in self.workspaces:
-            workspace.buffers[workspace.rank][workspace.layout.header_bytes :] = 0xFF  # NaN
-        self.gpus = Gpus(self.workspaces, writes_words)
+        self.gpus = Gpus()
         self.results: dict[int, list[list[Tensor]]] = {}  # by rank and call
-        with self.gpus.enqueue_all():
-            for workspace in self.workspaces:
-                expects = nullcontext() if leaves is None else suppress(leaves)
-                with torch.cuda.stream(torch.cuda.Stream()), expects:
-                    self.results[workspace.rank] = [self._call(workspace, seed) for seed in range(num_calls)]
+        num_sms = self.workspaces[0].num_sms
+        device = GPU._replace(num_sms=num_sms, writes_by_stream=writes_words, least_copied=least_copied)
+        for rank, workspace in enumerate(self.workspaces):
+            workspace.buffers[rank][workspace.layout.header_bytes :] = 0xFF  # NaN
+            steps = schedule(problem, workspace.memory_facts(), device, algorithm, dtype, self.by_product)
+            leaves = leaves_in if rank == 0 else 0
+            self.results[rank] = [self._call(workspace, steps, seed, leaves) for seed in range(num_calls)]
 
-    def _call(self, workspace: Workspace, seed: int) -> list[Tensor]:
+    def _call(self, workspace: Workspace, steps: Schedule, seed: int, leaves_in: int) -> list[Tensor]:
         """The inputs are made just before, and overwritten just after, when a copy of the results is taken."""
-        with _disable_current_modes():
-            values = integers(self.problem, workspace.rank, self.group_size, self.dtype, seed)
-        x = torch.empty_like(values[0])
-        x.copy_(values[0])
-        outs = call(self.problem, workspace, (x, *values[1:]), self.by_product, self.algorithm)
-        kept = [each.clone() for each in outs]
-        for each in (x, *outs):
-            each.fill_(float("nan"))
+        enqueue = partial(self.gpus.enqueue, workspace, "caller")
+        x, ws, biases = self.inputs(workspace.rank, seed)
+        given = torch.full_like(x, float("nan"))
+        enqueue(lambda: given.copy_(x))
+        inputs = [t for each in operands(self.problem, given, ws, biases) for t in as_list(each)]
+        outs = self.gpus.call(workspace, steps, inputs, leaves_in)
+        kept = [torch.full_like(out, float("nan")) for out in outs]
+        for to, source in (*zip(kept, outs, strict=True), *((t, torch.tensor(float("nan"))) for t in (given, *outs))):
+            enqueue(partial(to.copy_, source))
         return kept
+
+    def inputs(self, rank: int, seed: int) -> tuple[Tensor, list[Any], list[Any]]:
+        if isinstance(self.problem, Uneven):
+            x, w, bias = self.problem.inputs(self.group_size, seed)[rank]
+        else:
+            x, w, bias = integers(self.problem, rank, self.group_size, self.dtype, seed)
+        return (x, w, bias) if isinstance(w, list) else (x, [w], [bias])
+
+    def expected(self, seed: int) -> list[list[Tensor]]:
+        """The results of every rank."""
+        if isinstance(self.problem, Uneven):
+            inputs = self.problem.inputs(self.group_size, seed)
+            return [
+                list(each) for each in zip(self.problem.expected(inputs), self.problem.arrived(inputs), strict=True)
+            ]
+        outs = [as_list(out) for out in expected(self.problem, self.group_size, self.dtype, seed)]
+        if self.by_product:
+            arrived = expected_by_product(self.problem, self.group_size, self.dtype, seed)
+            outs = [[*out, each] for out, each in zip(outs, arrived, strict=True)]
+        return outs
 
     def finish(self, seed: int) -> None:
         """Run it all in one order, and compare."""
         self.gpus.run_all(seed)
         for seed in range(self.num_calls):
-            outs = expected(self.problem, self.group_size, self.dtype, seed)
-            for rank, workspace in enumerate(self.workspaces):
+            for workspace, wanted in zip(self.workspaces, self.expected(seed), strict=True):
                 workspace.check(self.problem.op)
-                wanted = as_list(outs[rank])
-                if self.by_product:
-                    wanted = [*wanted, expected_by_product(self.problem, self.group_size, self.dtype, seed)[rank]]
-                for got, value in zip(self.results[rank][seed], wanted, strict=True):
+                for got, value in zip(self.results[workspace.rank][seed], wanted, strict=False):
                     torch.testing.assert_close(got, value, rtol=0, atol=0)
         for workspace in self.workspaces:
-            assert int(workspace._epoch_word()) == workspace.epoch >= 3 * self.num_calls
+            assert int(workspace._epoch_word()) == workspace.epoch >= 2 * self.num_calls
 
 
 def check(seeds: Sequence[int], *args: Any, **options: Any) -> None:
@@ -156,29 +163,11 @@ def test_few_rows_and_copies_of_single_runs_are_right(problem: Problem, monkeypa
     check([0], problem, 3, by_product=True, num_calls=1)
 
 
-class LeftError(Exception):
-    pass
-
-
-def left_half_way(problem: Any, monkeypatch: pytest.MonkeyPatch, run: type[Run] = Run) -> Run:
-    """Rank 0 raises at a signal of its second round, when its streams have begun it."""
-    signal = Execution._signal
-
-    def leaves(self: Execution, *args: Any) -> None:
-        if (self.epoch, self.workspace.rank) == (2, 0):
-            raise LeftError
-        signal(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Execution, "_signal", leaves)
-        return run(problem, num_calls=1, leaves=LeftError)
-
-
 @pytest.mark.parametrize("problem", thorough_but([PUSH, COLUMNS], [PUSH, COLUMNS, SUM]), ids=str)
-def test_a_call_that_is_left_half_way_leaves_nothing_wrong(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_left_half_way_leaves_nothing_wrong(problem: Problem) -> None:
     """Nobody waits for ever. The peer learns who has left in which round, and its results are right or NaN."""
     for seed in range(2):
-        run = left_half_way(problem, monkeypatch)
+        run = Run(problem, num_calls=1, leaves_in=2)
         run.gpus.run_all(seed)
         left, peer = run.workspaces
         with pytest.raises(PeerError, match="left by LeftError"):
@@ -194,36 +183,26 @@ def test_a_call_that_is_left_half_way_leaves_nothing_wrong(problem: Problem, mon
 def test_a_rank_that_leaves_and_tells_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Workspace, "_give_up", lambda *args: None)
     with pytest.raises(NoProgressError, match="unpack_kernel"):
-        left_half_way(PUSH, monkeypatch).gpus.run_all(seed=0)
+        Run(PUSH, num_calls=1, leaves_in=2).gpus.run_all(seed=0)
 
 
-@pytest.mark.parametrize("interrupted", [1, 2])
-def test_ctrl_c_at_the_end_leaves_both_streams_joined(interrupted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may come before either wait of the caller's stream for the others."""
-    workspace, joined = VirtualGroup(2, SLOT_BYTES, "cpu").workspaces[0], list[Any]()
+def test_ctrl_c_leaves_all_streams_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    workspace, streams = VirtualGroup(2, SLOT_BYTES, "cpu").workspaces[0], dict[Any, Any]()
+    streams.update({stream: Mock() for stream in Stream})
 
-    def step(self: Execution, work: Any, stream: Any) -> None:
-        left = len(self.schedule.steps) - next(i for i, each in enumerate(self.schedule.steps) if each.work is work)
-        if left == interrupted:
-            main = self.streams[stream]
-            monkeypatch.setattr(main, "wait_stream", joined.append, raising=False)
-            raise KeyboardInterrupt
-        run(self, work, stream)
+    def interrupted(self: Execution) -> None:
+        self.streams = streams
+        raise KeyboardInterrupt
 
-    run = Execution.step
-    with Gpus([workspace]).enqueue_all():
-        monkeypatch.setattr(Execution, "step", step)
-        with pytest.raises(KeyboardInterrupt):
-            call(PUSH, workspace, integers(PUSH, 0, 2, BF16), False, "chunked")
-        assert {workspace.side_stream(), workspace.reading_stream()} <= set(joined)
+    monkeypatch.setattr(Execution, "steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        python_executor.run(Schedule((), (), 0, (), 0, ()), workspace, PUSH.op, 7, [])
+    assert [each.args[0] for each in streams[Stream.MAIN].wait_stream.mock_calls] == list(streams.values())
 
 
 def test_each_round_takes_the_staging_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, "rounds", WHOLE_ROUNDS)
     cut_in(8, monkeypatch)
-    problem, workspace = Problem("tokens", (16, 5), 4, 0, 1), VirtualGroup(3, SLOT_BYTES, "cpu").workspaces[0]
-    x, w, _ = integers(problem, 0, 3, BF16)
-    made = CallPlan(problem.op, "chunked", "test", fingerprint=FINGERPRINT, exchange=problem.exchange(x, w, 3))
-    monkeypatch.setattr(workspace, "device_facts", lambda: Device(is_gpu=True))
-    schedule = calls.schedule_of(made, workspace, "push_matmul", (x, w, None, None), {})
-    assert schedule.num_rounds == 8 and len(schedule.temporaries) == 2  # one for each peer
+    memory = VirtualGroup(3, SLOT_BYTES, "cpu").workspaces[0].memory_facts()
+    steps = schedule(Problem("tokens", (16, 5), 4, 0, 1), memory, GPU, "chunked")
+    assert steps.num_rounds == 8 and len(steps.temporaries) == 2  # one for each peer

@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 pytest.importorskip("triton")
 
 from fusedcomm.errors import PeerError
-from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import launches, moves
 from fusedcomm.plan.geometry import exchange
-from fusedcomm.testing.virtual import run_op
 from tests.helpers.schedule.random_orders import NoProgressError
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
-from tests.run.test_chunked_orders import FINGERPRINT, Run, cut_in, left_half_way
+from tests.run.test_chunked_orders import Run, cut_in
 
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
 GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
@@ -44,35 +39,6 @@ CASES = {
 QUICK = ["heads", "heads-back", "summed-for-one"]
 
 
-class UnevenRun(Run):
-    """Calls of an `Uneven`; a gather also gives what it has put together."""
-
-    problem: Any
-
-    def _call(self, workspace: Workspace, seed: int) -> list[Tensor]:
-        rank, size, case = workspace.rank, self.group_size, self.problem
-        with _disable_current_modes():
-            given, w, bias = case.inputs(size, seed)[rank]
-        x = torch.empty_like(given)
-        x.copy_(given)
-        args = Arguments(x, [w], [bias], size, workspace.group_name, return_gathered=self.by_product)
-        outs = run_op(case.op, self.algorithm, case.exchange(x, w, rank, size), workspace, args, FINGERPRINT)
-        kept = [out.clone() for out in outs]
-        for each in (x, *outs):
-            each.fill_(float("nan"))
-        return kept
-
-    def finish(self, seed: int) -> None:
-        self.gpus.run_all(seed)
-        for call in range(self.num_calls):
-            inputs = self.problem.inputs(self.group_size, call)
-            wanted = zip(self.problem.expected(inputs), self.problem.arrived(inputs), strict=True)
-            for workspace, values in zip(self.workspaces, wanted, strict=True):
-                workspace.check(self.problem.op)
-                for got, value in zip(self.results[workspace.rank][call], values, strict=False):
-                    torch.testing.assert_close(got, value, rtol=0, atol=0)
-
-
 @pytest.fixture(autouse=True)
 def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmuls and copies of parts, as for large tensors, and calls in two rounds."""
@@ -82,8 +48,7 @@ def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(name: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
-    case: Any = CASES[name]
-    UnevenRun(case, group_size, torch.float32, num_calls=num_calls, **options).finish(seed)
+    Run(CASES[name], group_size, torch.float32, num_calls=num_calls, **options).finish(seed)
 
 
 @pytest.mark.parametrize("name", thorough_but(QUICK, CASES))
@@ -111,8 +76,8 @@ def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: py
     assert goes_wrong("summed")
 
 
-def test_a_call_that_a_peer_leaves_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = left_half_way(CASES["heads"], monkeypatch, UnevenRun)
+def test_a_call_that_a_peer_leaves_gives_nan() -> None:
+    run = Run(CASES["heads"], dtype=torch.float32, num_calls=1, leaves_in=2)
     run.gpus.run_all(0)
     with pytest.raises(PeerError) as found:
         run.workspaces[1].check(A2A)

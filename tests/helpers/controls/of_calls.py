@@ -285,7 +285,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/fused.py",
         "            s.after(MAIN, begun)",
         "            pass",
-        "tests/plan/test_schedule_queues.py::test_no_call_hangs_beside_nccl[fused-2]",
+        "tests/plan/test_schedule_queues.py::test_no_call_hangs_beside_nccl[2-fused]",
     ),
     "the own chunk of a gather by a kernel is only signalled": Control(
         "kernels/triton/copy.py",
@@ -321,7 +321,7 @@ CONTROLS: dict[str, Control] = {
         EXECUTOR,
         "        execution.join()\n        raise",
         "        raise",
-        "tests/run/test_chunked_orders.py::test_ctrl_c_at_the_end_leaves_both_streams_joined",
+        "tests/run/test_chunked_orders.py::test_ctrl_c_leaves_all_streams_joined",
     ),
     # parts of different sizes
     "chunks of different sizes lie as far apart as the largest": Control(

@@ -1,1 +1,1 @@
-"""What calls enqueue on GPUs, recorded without one, checked for races and blocked waits, and timed by a simulator."""
+"""What schedules enqueue on GPUs, without one: checked for races and blocked waits, and timed by a simulator."""

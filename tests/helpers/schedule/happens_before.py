@@ -1,6 +1,6 @@
-"""What surely comes before what, over the recordings of all ranks, and the accesses that nothing orders.
+"""What surely comes before what, over all ranks, and the accesses that nothing orders.
 
-Edges: a stream runs its operations in order; an event or a host sync puts operations before others; a signal (release)
+Edges: a stream runs its operations in order; an event puts operations before others; a signal (release)
 comes before the wait (acquire) that needs it. Two accesses to the same bytes, one of which writes, must be ordered. The
 allocator gives memory to a stream before the first access to it, and the next owner writes it any time after the free:
 so both count as writes of all of it.
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tests.helpers.schedule.operations import Flag, Kind, Operation, Recording, Step
+from tests.helpers.schedule.operations import Enqueued, Flag, Kind, Operation, Step
 from tests.helpers.schedule.region import Region
 
 NO_CHAIN = -1
@@ -40,13 +40,13 @@ class Node:
 class HappensBefore:
     """``nodes`` of all ranks, in an order that could be that of time."""
 
-    def __init__(self, recordings: Sequence[Recording]) -> None:
+    def __init__(self, ranks: Sequence[Enqueued]) -> None:
         self.by_operation: dict[tuple[int, int], list[Node]] = {}
         self.unmatched: list[tuple[Node, Flag]] = []  # waits that no signal ends
         self.num_chains = 0
         made: list[Node] = []
-        for recording in recordings:
-            made += self._nodes(recording)
+        for each in ranks:
+            made += self._nodes(each)
         self._add_signals(made)
         self.nodes = self._sorted(made)
         self.cyclic = [node for node in made if not node.clock]
@@ -54,10 +54,10 @@ class HappensBefore:
     def ordered(self, first: Node, second: Node) -> bool:
         return first.chain != NO_CHAIN and second.clock[first.chain] > first.place
 
-    def _nodes(self, recording: Recording) -> Iterator[Node]:
+    def _nodes(self, enqueued: Enqueued) -> Iterator[Node]:
         chains: dict[int, tuple[int, list[Node]]] = {}
         chain, nodes = NO_CHAIN, list[Node]()
-        for operation in recording.operations:
+        for operation in enqueued.operations:
             if operation.kind is Kind.FREE:
                 chain, nodes = NO_CHAIN, []
             else:
@@ -65,13 +65,13 @@ class HappensBefore:
                     chains[operation.stream] = self.num_chains, []
                     self.num_chains += 1
                 chain, nodes = chains[operation.stream]
-            before = [self.by_operation[recording.rank, number][-1] for number in operation.after]
+            before = [self.by_operation[enqueued.rank, number][-1] for number in operation.after]
             for step in operation.steps:
                 begins_behind = before + nodes[-1:]
                 node = Node(operation, step, chain, len(nodes), begins_behind, [*begins_behind])
                 before = []
                 nodes.append(node)
-                self.by_operation.setdefault((recording.rank, operation.number), []).append(node)
+                self.by_operation.setdefault((enqueued.rank, operation.number), []).append(node)
                 yield node
 
     def _add_signals(self, nodes: Sequence[Node]) -> None:

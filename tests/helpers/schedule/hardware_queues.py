@@ -24,36 +24,36 @@ from dataclasses import replace
 
 from tests.helpers.schedule.blocked_waits import blocked_waits, overtaken
 from tests.helpers.schedule.happens_before import HappensBefore
-from tests.helpers.schedule.operations import Kind, Recording
+from tests.helpers.schedule.operations import Enqueued, Kind
 
 Dealing = Mapping[int, int]  # stream -> queue
 
 
-def hangs(recordings: Sequence[Recording]) -> list[str]:
+def hangs(ranks: Sequence[Enqueued]) -> list[str]:
     """Hangs that some dealing of streams to hardware queues allows."""
-    streams = sorted({each.stream for recording in recordings for each in recording.operations if each.stream >= 0})
-    order = HappensBefore(dealt(recordings, dict.fromkeys(streams, 0)))
+    streams = sorted({each.stream for rank in ranks for each in rank.operations if each.stream >= 0})
+    order = HappensBefore(dealt(ranks, dict.fromkeys(streams, 0)))
     found = [f"nobody signals {flag}, for which {node} waits" for node, flag in order.unmatched]
     if order.cyclic:
         found.append(f"in one queue {order.cyclic[0]} waits for what is launched behind it")
-    if not found and overtaken(HappensBefore(recordings)):
+    if not found and overtaken(HappensBefore(ranks)):
         for dealing in dealings(streams):
-            circles = blocked_waits(HappensBefore(dealt(recordings, dealing)))
+            circles = blocked_waits(HappensBefore(dealt(ranks, dealing)))
             found += [f"with streams in queues {dealing}: {circle}" for circle in circles]
     return found
 
 
-def dealt(recordings: Sequence[Recording], dealing: Dealing) -> list[Recording]:
-    """The recordings of GPUs whose queues are their streams."""
+def dealt(ranks: Sequence[Enqueued], dealing: Dealing) -> list[Enqueued]:
+    """The ranks as on GPUs whose queues are their streams."""
     return [
         replace(
-            recording,
+            rank,
             operations=[
                 each if each.kind is Kind.FREE else replace(each, stream=dealing[each.stream])
-                for each in recording.operations
+                for each in rank.operations
             ],
         )
-        for recording in recordings
+        for rank in ranks
     ]
 
 

@@ -6,15 +6,15 @@ a step comes after what it did in the step before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from fusedcomm.kernels.triton.bundles import Span, Spans
+from fusedcomm.kernels.triton.bundles import Spans
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
-from tests.helpers.schedule.memory import Memories
+from fusedcomm.plan.geometry.spans import Span
+from fusedcomm.plan.schedule import Described, Launch, Place
+from fusedcomm.run.launching import kernel
 from tests.helpers.schedule.operations import Flag, Step, Work
 from tests.helpers.schedule.region import Region, region
 
@@ -31,13 +31,26 @@ class Group:
     def segment(self, rank: int) -> str:
         return f"segment of rank {rank} in {self.name}"
 
+    def mark(self, rank: int, src_rank: int) -> Region:
+        """The word that tells rank whether src_rank's chunk is in its result."""
+        return Region(f"mark of rank {src_rank} at rank {rank} in {self.name}", 0, WORD)
 
-class Launch:
-    """One launch: its arguments, and the round that it belongs to."""
+    def begun(self, rank: int) -> Region:
+        """A word that stands for the begin of a round: only then a rank knows whether it may send, and copies."""
+        return Region(f"begun by rank {rank} in {self.name}", 0, WORD)
 
-    def __init__(self, args: Mapping[str, Any], group: Group, epoch: int, memories: Memories) -> None:
-        self.args, self.group, self.epoch, self.memories = args, group, epoch, memories
-        self.rank, self.layout = args["rank"], args["LAYOUT"]
+
+class KernelCall:
+    """A launch of the round ``epoch``, by the names of the kernel's parameters."""
+
+    def __init__(self, work: Launch, group: Group, epoch: int, region_of: Callable[[Place], Region | None]) -> None:
+        function = kernel(work.kernel).fn
+        signature = inspect.signature(function)
+        options = {name: value for name, value in work.options if name in signature.parameters}
+        self.args = signature.bind(*work.arguments, **options).arguments
+        self.name, self.num_programs = function.__name__, work.num_programs
+        self.group, self.epoch, self.region_of = group, epoch, region_of
+        self.rank, self.layout = self.args["rank"], self.args["LAYOUT"]
         self.group_size = self.layout.group_size
         self.ends_round = False
 
@@ -54,16 +67,21 @@ class Launch:
     def word(self, offset: int, rank: int | None = None) -> Region:
         return Region(self.group.segment(self.rank if rank is None else rank), offset, WORD)
 
+    def place(self, name: str) -> Place | None:
+        """A tensor among the arguments, or that of a descriptor."""
+        given = self.args[name]
+        return given.place if isinstance(given, Described) else given
+
     def tensor(self, name: str) -> list[Region]:
-        """All of a tensor, or of a descriptor's; nothing if it is None."""
-        t = self.args[name]
-        t = getattr(t, "base", t)
-        found = None if t is None else self.memories.region(t)
+        """All of a tensor; nothing if it is None."""
+        place = self.place(name)
+        found = None if place is None else self.region_of(place)
         return [] if found is None else [found]
 
     def itemsize(self, name: str) -> int:
-        t: Tensor = self.args[name]
-        return getattr(t, "base", t).itemsize
+        place = self.place(name)
+        assert place is not None
+        return place.dtype.itemsize
 
     def part(self, owner: int, src_rank: int, numel: int, itemsize: int) -> Region:
         """src_rank's part of a slot of ``owner``, of which its chunk has ``numel`` elements."""
@@ -79,12 +97,13 @@ class Launch:
     def span(self, name: str, tensor: str, peer: int) -> list[Region]:
         """The elements of a tensor that a Span of the arguments describes."""
         span = Span(*self.args[name])
-        base, itemsize = self.memories.region(self.args[tensor]), self.itemsize(tensor)
-        if base is None or span.size == 0:
-            return []
-        first = base.start + span.first(peer) * itemsize
-        found = region(base.memory, first, (span.outer, span.inner), (span.outer_stride, 1), itemsize)
-        return [] if found is None else [found]
+        return self.part_of(tensor, span.first(peer), (span.outer, span.inner), (span.outer_stride, 1))
+
+    def part_of(self, tensor: str, first: int, sizes: Sequence[int], strides: Sequence[int]) -> list[Region]:
+        """Elements of a tensor, from the element ``first`` on."""
+        itemsize = self.itemsize(tensor)
+        found = [region(t.memory, t.start + first * itemsize, sizes, strides, itemsize) for t in self.tensor(tensor)]
+        return [each for each in found if each is not None]
 
     def signal(self, step: Step, dst_rank: int) -> Step:
         step.signals.append(Flag(self.group.name, dst_rank, self.rank, self.epoch))
@@ -114,7 +133,7 @@ class Launch:
         return self.layout.flags + WORD * (self.epoch % self.layout.num_slots * self.group_size + src_rank)
 
 
-def push(launch: Launch) -> Iterator[Step]:
+def push(launch: KernelCall) -> Iterator[Step]:
     sizes, itemsize, numel = launch.args["sizes"], launch.itemsize("x"), launch.numel
     yield Step(reads=[launch.word(EPOCH)])
     for dst_rank in peers_of(launch.rank, launch.group_size):
@@ -124,7 +143,7 @@ def push(launch: Launch) -> Iterator[Step]:
         yield launch.signal(step, dst_rank)
 
 
-def pack(launch: Launch) -> Iterator[Step]:
+def pack(launch: KernelCall) -> Iterator[Step]:
     itemsize, numel = launch.itemsize("tensor"), Span(*launch.args["pack"]).size
     yield Step(reads=[launch.word(EPOCH)])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
@@ -136,11 +155,13 @@ def pack(launch: Launch) -> Iterator[Step]:
         yield launch.signal(step, dst_rank)
 
 
-def gather_matmul(launch: Launch) -> Iterator[Step]:
+def gather_matmul(launch: KernelCall) -> Iterator[Step]:
     args, spans, sizes, tile = launch.args, launch.spans, launch.args["sizes"], launch.args["TILE"]
     num_tiles = spans.batches.size * -(-spans.rows.size // tile.block_m) * -(-sizes.N // tile.block_n)
     split_k = args["TRAITS"].split_k
-    first = min(1.0, args["grid"] / num_tiles) if split_k and num_tiles else 1.0  # the tiles that do not wait for all
+    first = (
+        min(1.0, launch.num_programs / num_tiles) if split_k and num_tiles else 1.0
+    )  # the tiles that do not wait for all
     parts, total = list[Region](), 0
     for src_rank in sources_of(launch.rank, launch.group_size):
         if src_rank == launch.rank and not args["TRAITS"].own:
@@ -162,7 +183,7 @@ def gather_matmul(launch: Launch) -> Iterator[Step]:
         yield launch.end_round()
 
 
-def unpack(launch: Launch) -> Iterator[Step]:
+def unpack(launch: KernelCall) -> Iterator[Step]:
     itemsize, numel = launch.itemsize("out_ptr"), Span(*launch.args["unpack"]).size
     for src_rank in sources_of(launch.rank, launch.group_size):
         step = Step()
@@ -175,7 +196,7 @@ def unpack(launch: Launch) -> Iterator[Step]:
         yield launch.end_round()
 
 
-def reduce(launch: Launch) -> Iterator[Step]:
+def reduce(launch: KernelCall) -> Iterator[Step]:
     (size, start, _), itemsize = launch.args["run"], launch.itemsize("out_ptr")
     yield from launch.wait_all()
     step = Step(work=Work(copied=(launch.group_size + 1) / 2 * size * itemsize))
@@ -187,28 +208,28 @@ def reduce(launch: Launch) -> Iterator[Step]:
     yield launch.end_round()
 
 
-def begin_push(launch: Launch) -> Iterator[Step]:
-    yield Step(reads=[launch.word(EPOCH)])
+def begin_push(launch: KernelCall) -> Iterator[Step]:
+    yield Step(reads=[launch.word(EPOCH)], writes=[launch.group.begun(launch.rank)])
 
 
-def signal(launch: Launch) -> Iterator[Step]:
+def signal(launch: KernelCall) -> Iterator[Step]:
     first, count = launch.args["first"], launch.args["count"]
     for dst_rank in range(first, first + count):
         yield launch.signal(Step(reads=[launch.word(EPOCH)]), dst_rank % launch.group_size)
 
 
-def wait_source(launch: Launch) -> Iterator[Step]:
+def wait_source(launch: KernelCall) -> Iterator[Step]:
     yield launch.wait(Step(), launch.args["src_rank"])
 
 
-def finish(launch: Launch) -> Iterator[Step]:
+def finish(launch: KernelCall) -> Iterator[Step]:
     yield from launch.wait_all()
     yield Step(writes=launch.tensor("out_ptr"))
     if launch.args["END_ROUND"]:
         yield launch.end_round()
 
 
-EFFECTS: dict[str, Callable[[Launch], Iterator[Step]]] = {
+EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "push_matmul_kernel": push,
     "pack_kernel": pack,
     "gather_matmul_kernel": gather_matmul,
@@ -221,17 +242,12 @@ EFFECTS: dict[str, Callable[[Launch], Iterator[Step]]] = {
 }
 
 
-def _rows(launch: Launch, src_rank: int) -> list[Region]:
+def _rows(launch: KernelCall, src_rank: int) -> list[Region]:
     """The rows of the result that a round makes from src_rank's chunk."""
-    out: Tensor = launch.args["out_ptr"]
     spans, num_m, num_n = launch.spans, launch.args["sizes"].M, launch.args["sizes"].N
-    base = launch.memories.region(out)
-    if base is None:
-        return []
     first, sizes, strides = 0, [num_n], [1]
     for span, step in ((spans.batches, num_m * num_n), (spans.rows, num_n)):
         first += span.first(src_rank) * step
         sizes += [span.outer, span.inner]
         strides += [span.outer_stride * step, step]
-    found = region(base.memory, base.start + first * out.itemsize, sizes, strides, out.itemsize)
-    return [] if found is None else [found]
+    return launch.part_of("out_ptr", first, sizes, strides)

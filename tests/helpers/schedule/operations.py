@@ -58,9 +58,8 @@ class Step:
 
 @dataclass
 class Operation:
-    """``after``: numbers of this rank's operations that event edges or the host put before it, beside its stream's.
-
-    ``host_waits``: those that the host waited for since it enqueued the operation before. A free is on no stream (-1).
+    """``after``: numbers of this rank's operations that events put before it, beside its stream's. A free is on no
+    stream (-1).
     """
 
     number: int
@@ -71,8 +70,6 @@ class Operation:
     after: list[int]
     steps: list[Step]
     num_programs: int = 1
-    num_warps: int = 1
-    host_waits: list[int] = field(default_factory=list)
 
     @property
     def waits(self) -> bool:
@@ -83,8 +80,8 @@ class Operation:
 
 
 @dataclass
-class Recording:
-    """What one rank enqueues, in the host's order."""
+class Enqueued:
+    """One rank's operations, in the host's order."""
 
     rank: int
     operations: list[Operation] = field(default_factory=list)

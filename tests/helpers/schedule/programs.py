@@ -1,51 +1,68 @@
-"""Programs to record: calls of every op, forward and backward, in several rounds, on one group or two."""
+"""Programs to check: calls of every op, in several rounds, on one group or two, by the schedules that ranks make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.helpers.problems import EVEN, GATHERS, Problem
+from fusedcomm.memory.segment import HeaderLayout
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan import chunked, fused, pipelined
+from fusedcomm.plan.builder import Device, Memory, build, layout_of
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.padded_rows import padded
+from fusedcomm.plan.schedule import Schedule
+from tests.helpers.problems import GATHERS, Problem
 from tests.helpers.schedule.kernel_effects import Group
-from tests.helpers.schedule.operations import Recording
-from tests.helpers.schedule.recorder import Recorder
+from tests.helpers.schedule.multiprocessors import NUM_SMS
+from tests.helpers.schedule.operations import Enqueued
+from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
 
-Program = Callable[[Recorder], None]
+GPU = Device(
+    is_gpu=True,
+    architecture=90,
+    triton=(3, 9),
+    num_sms=NUM_SMS,
+    writes_by_stream=True,
+    least_copied=Workspace.least_copied,
+)
+CPU, CPU_WITH_HEAP = Device(), Device(has_heap=True)
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class World:
-    """``group_size`` ranks, each on a GPU of its own, and all of them in every group.
+    """``group_size`` ranks, each on a device of its own, and all of them in every group.
 
-    Without ``writes_words`` the GPUs' streams cannot write words, and each signal is a kernel.
+    ``changed``: the schedule of a rank with a defect.
     """
 
     group_size: int
     slot_bytes: int
     algorithm: str
     num_groups: int = 1
-    writes_words: bool = True
+    device: Device = GPU
+    changed: Callable[[int, Schedule], Schedule] = lambda rank, schedule: schedule
 
     @property
     def groups(self) -> list[Group]:
         return [Group(f"group {i}", tuple(range(self.group_size))) for i in range(self.num_groups)]
 
-    def record(self, program: Program) -> list[Recording]:
-        """What each rank enqueues. They all run the same program."""
-        recordings = []
+    def enqueue(self, program: Program) -> list[Enqueued]:
+        """The operations of each rank. They all run the same program."""
+        found = []
         for rank in range(self.group_size):
-            groups = [group for group in self.groups if rank in group.ranks]
-            recorder = Recorder(rank, groups, self.slot_bytes, self.algorithm, self.writes_words)
-            with recorder.records() as recording:
-                program(recorder)
-            recordings.append(recording)
-        return recordings
+            calls = Calls(self, rank)
+            program(calls)
+            found.append(calls.walk.enqueued)
+        return found
 
 
 class Mesh(World):
@@ -58,76 +75,132 @@ class Mesh(World):
         return rows + [Group(f"column {i}", (i, i + half)) for i in range(half)]
 
 
-def call(problem: Problem, recorder: Recorder, group: Group, dtype: torch.dtype, backward: bool) -> None:
-    """One call with fresh inputs, all of which are gone when it returns, and its backward."""
-    num_ranks = len(group.ranks)
-    x_shape, w_shapes, _ = problem.sizes(num_ranks)
-    made = partial(recorder.tensor, dtype=dtype, requires_grad=backward)
-    x, ws = made(*x_shape), [_weight(made, shape, problem.transposed) for shape in w_shapes]
-    biases = [None if size is None else made(size) for size in problem.bias_sizes(num_ranks)]
-    outs = _call(problem, x, ws, biases, group, by_product=backward)
-    if backward:
-        torch.autograd.backward(outs, [torch.empty_like(out) for out in outs])
+class Calls:
+    """One rank's calls."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.groups = [group for group in world.groups if rank in group.ranks]
+        memories = [memory_of(group.ranks.index(rank), len(group.ranks), world.slot_bytes) for group in self.groups]
+        self.walk = Walk(rank, self.groups, memories, posts=world.device.has_heap)
+        self._made: dict[Hashable, Schedule] = {}
+
+    def __call__(
+        self,
+        problem: Problem | Uneven,
+        group: Group | None = None,
+        caller: Hashable = 0,
+        dtype: torch.dtype = BF16,
+        by_product: bool = False,
+        algorithm: str = "",
+    ) -> None:
+        group, algorithm = group or self.groups[0], algorithm or self.world.algorithm
+        key = problem, group, dtype, by_product, algorithm
+        if key not in self._made:
+            memory = self.walk.memories[group.name]
+            found = schedule(problem, memory, self.world.device, algorithm, dtype, by_product)
+            self._made[key] = self.world.changed(memory.rank, found)
+        self.walk.call(self._made[key], group, caller)
 
 
-def _weight(made: Callable[..., Tensor], shape: Sequence[int], transposed: bool) -> Tensor:
-    return made(*shape[:-2], shape[-1], shape[-2]).mT if transposed else made(*shape)
+Program = Callable[[Calls], None]
+ALGORITHMS: dict[str, ModuleType] = {"chunked": chunked, "fused": fused, "pipelined": pipelined}
+NUM_PIECES = 4  # of a pipelined call
 
 
-def _call(
-    problem: Problem, x: Tensor, ws: list[Tensor], biases: list[Any], group: Group, by_product: bool
-) -> list[Tensor]:
-    op, arguments = getattr(torch.ops.fusedcomm, problem.op), problem.arguments(len(group.ranks))
-    where = *EVEN[problem.op], len(group.ranks), group.name
-    if problem.op == "all_gather_matmul":
-        return op(x, ws, biases, *arguments, by_product, *where)[0]
+def memory_of(rank: int, group_size: int, slot_bytes: int) -> Memory:
+    layout = HeaderLayout(group_size).for_kernels
+    return Memory(rank, group_size, slot_bytes, slot_bytes, slot_bytes // group_size, layout)
+
+
+def operands(problem: Problem | Uneven, x: Any, ws: list[Any], biases: list[Any]) -> list[Any]:
+    """The operands of the op's program."""
+    if problem.op == "matmul_all_to_all":
+        return [x, ws[0], biases[0], None]
     if problem.op in GATHERS:
-        return [op(x, ws[0], biases[0], *arguments, by_product, *where)[0]]
-    return [op(x, ws[0], biases[0], *arguments, *where)]
+        return [x, ws, biases]
+    return [x, ws[0], *((None, biases[0]) if problem.partial else (biases[0], None)), None]
 
 
-def uneven_call(case: Uneven, recorder: Recorder, group: Group, dtype: torch.dtype, backward: bool) -> None:
-    """As `call`, with parts of different sizes."""
-    num_ranks, rank = len(group.ranks), group.ranks.index(recorder.rank)
-    x, w, bias = (
-        None if t is None else recorder.tensor(*t.shape, dtype=dtype, requires_grad=backward)
-        for t in case.inputs(num_ranks)[rank]
-    )
-    assert x is not None and w is not None
-    found = case.dispatch(x, w, bias, rank, num_ranks, group.name, by_product=backward)
-    out = found if isinstance(found, Tensor) else found[0]
-    if backward:
-        out.backward(torch.empty_like(out))
+def schedule(
+    problem: Problem | Uneven,
+    memory: Memory,
+    device: Device,
+    algorithm: str,
+    dtype: torch.dtype = BF16,
+    by_product: bool = False,
+) -> Schedule:
+    """The steps of a rank in one call, made without a group."""
+    exchange, *tensors = geometry(problem, memory, dtype)
+    programs, facts = ALGORITHMS[algorithm], dict[str, Any]()
+    if problem.op == "matmul_all_to_all":
+        program = programs.push_matmul
+    elif problem.op in GATHERS:
+        program, facts = programs.gather_matmul, {"return_gathered": by_product}
+    else:
+        scatters = problem.op == "matmul_reduce_scatter"
+        program = programs.push_reduce if scatters else partial(padded, programs.push_reduce_gather)
+        facts = {"scale": 1 / memory.group_size if getattr(problem, "reduce_op", "sum") == "avg" else 1.0}
+    return build(program, exchange, memory, device, operands(problem, *tensors), num_pieces=NUM_PIECES, **facts)
 
 
-def uneven_calls(cases: Sequence[Uneven], dtype: torch.dtype = torch.bfloat16, backward: bool = True) -> Program:
-    def program(recorder: Recorder) -> None:
-        for case in cases:
-            for group in recorder.groups.values():
-                uneven_call(case, recorder, group, dtype, backward)
-
-    return program
+def geometry(
+    problem: Problem | Uneven, memory: Memory, dtype: torch.dtype = BF16
+) -> tuple[Exchange, Any, list[Any], list[Any]]:
+    """The Exchange of a call, and the layouts of x, ws and biases."""
+    return (_of_uneven if isinstance(problem, Uneven) else _of_problem)(problem, memory, dtype)
 
 
-def calls(problems: Sequence[Problem], dtype: torch.dtype = torch.bfloat16, backward: bool = True) -> Program:
-    """The calls one after the other, in each group in turn."""
+def _layouts(*tensors: Tensor | None) -> list[Any]:
+    return [None if t is None else layout_of(t) for t in tensors]
 
-    def program(recorder: Recorder) -> None:
+
+def _of_problem(problem: Any, memory: Memory, dtype: torch.dtype) -> tuple[Exchange, Any, list[Any], list[Any]]:
+    size = memory.group_size
+    x_shape, w_shapes, _ = problem.sizes(size)
+    x = torch.empty(x_shape, dtype=dtype, device="meta")
+    ws = [torch.empty(shape, dtype=dtype, device="meta") for shape in w_shapes]
+    exchange = problem.exchange(x, ws if isinstance(problem.n, tuple) else ws[0], size)
+    if problem.transposed:
+        ws = [w.mT.contiguous().mT for w in ws]
+    sizes = [None] if problem.partial and memory.rank == 1 else problem.bias_sizes(size)
+    biases = [None if n is None else torch.empty(n, dtype=dtype, device="meta") for n in sizes]
+    return exchange, *_layouts(x), _layouts(*ws), _layouts(*biases)
+
+
+def _of_uneven(case: Any, memory: Memory, dtype: torch.dtype) -> tuple[Exchange, Any, list[Any], list[Any]]:
+    given = case.inputs(memory.group_size)[memory.rank]
+    x, w, bias = (None if t is None else t.to("meta", dtype) for t in given)
+    exchange = case.exchange(x, w, memory.rank, memory.group_size)
+    return exchange, *_layouts(x), _layouts(w), _layouts(bias)
+
+
+def each_way(problem: Problem | Uneven) -> list[tuple[Problem | Uneven, bool]]:
+    """The call, and one with its by-product if it has one, of a w that is stored as nn.Linear stores its weight."""
+    again = problem if isinstance(problem, Uneven) else replace(problem, transposed=True)
+    return [(problem, False), (again, problem.op in GATHERS)]
+
+
+def calls(problems: Sequence[Problem | Uneven], dtype: torch.dtype = BF16, twice: bool = True) -> Program:
+    """The calls one after the other, in each group in turn; ``twice``: `each_way`."""
+
+    def program(call: Calls) -> None:
         for problem in problems:
-            for group in recorder.groups.values():
-                call(problem, recorder, group, dtype, backward)
+            for group in call.groups:
+                for each, by_product in each_way(problem)[: 1 + twice]:
+                    call(each, group, dtype=dtype, by_product=by_product)
 
     return program
 
 
 def on_two_streams(problems: Sequence[Problem]) -> Program:
-    """Each group's calls on a stream of its own."""
+    """Each group's calls on a stream of its own, with a matmul of the caller's behind each."""
 
-    def program(recorder: Recorder) -> None:
-        streams = [torch.cuda.Stream() for _ in recorder.groups]
+    def program(call: Calls) -> None:
         for problem in problems:
-            for stream, group in zip(streams, recorder.groups.values(), strict=True):
-                with torch.cuda.stream(stream):
-                    call(problem, recorder, group, torch.bfloat16, backward=True)
+            for caller, group in enumerate(call.groups):
+                for each, by_product in each_way(problem):
+                    call(each, group, caller, by_product=by_product)
+                    call.walk.multiply(1, 2048, 256, 2048, caller=caller)
 
     return program

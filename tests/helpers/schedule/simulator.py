@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.helpers.schedule.multiprocessors import Multiprocessors, footprint
-from tests.helpers.schedule.operations import Flag, Kind, Operation, Recording, Step
+from tests.helpers.schedule.operations import Enqueued, Flag, Kind, Operation, Step
 from tests.helpers.schedule.rates import Rates
 
 _HELD = {Kind.MATMUL, Kind.LAUNCH, Kind.COLLECTIVE}  # kernels whose programs hold their SMs until they end
@@ -74,22 +74,22 @@ class TimeLine:
 
 
 class Simulator:
-    def __init__(self, recordings: Sequence[Recording], rates: Rates) -> None:
-        self.rates, self.recordings = rates, recordings
+    def __init__(self, ranks: Sequence[Enqueued], rates: Rates) -> None:
+        self.rates, self.operations = rates, {each.rank: each.operations for each in ranks}
         self.now = 0.0
-        self.runs = {(op.rank, op.number): Run(op) for each in recordings for op in each.operations}
-        self.gpus = {each.rank: Multiprocessors() for each in recordings}
+        self.runs = {(op.rank, op.number): Run(op) for each in ranks for op in each.operations}
+        self.gpus = {each.rank: Multiprocessors() for each in ranks}
         self.flags: dict[Flag, float] = {}  # when they are there
         self.active: list[Run] = []
         self.enqueued: dict[tuple[int, int], float] = {}
-        self.host = {each.rank: (0, 0.0) for each in recordings}  # the next operation, and when the host is free
+        self.host = {each.rank: (0, 0.0) for each in ranks}  # the next operation, and when the host is free
         self.queues: dict[tuple[int, int], list[Run]] = defaultdict(list)
-        for each in recordings:
+        for each in ranks:
             for operation in each.operations:
                 if operation.kind is not Kind.FREE:
                     self.queues[each.rank, operation.stream].append(self.runs[each.rank, operation.number])
         self.heads = dict.fromkeys(self.queues, 0)
-        priorities = {each.rank: each.priorities for each in recordings}
+        priorities = {each.rank: each.priorities for each in ranks}
         self.served = sorted(self.queues, key=lambda key: (priorities[key[0]].get(key[1], 0), key))
 
     def run(self) -> TimeLine:
@@ -131,12 +131,8 @@ class Simulator:
 
     def _enqueue(self) -> None:
         for rank, (number, free_at) in self.host.items():
-            operations = self.recordings[rank].operations
+            operations = self.operations[rank]
             while number < len(operations):
-                waits = [self.runs[rank, each].end for each in operations[number].host_waits]
-                if any(end > self.now for end in waits):
-                    break
-                free_at = max([free_at, *waits])
                 if operations[number].kind not in (Kind.ALLOC, Kind.FREE):
                     free_at += self.rates.host
                 self.enqueued[rank, number] = free_at
@@ -266,6 +262,6 @@ class Simulator:
         return min(rate, self.rates.stored * num_sms) if by_stores else rate
 
 
-def simulate(recordings: Sequence[Recording], rates: Rates) -> TimeLine:
+def simulate(ranks: Sequence[Enqueued], rates: Rates) -> TimeLine:
     """The time line of all ranks' operations, from the first call of the host on."""
-    return Simulator(recordings, rates).run()
+    return Simulator(ranks, rates).run()

@@ -1,4 +1,4 @@
-"""The program that fusedcomm began with, recorded in its full size and timed by the simulator.
+"""The program that fusedcomm began with, in its full size, timed by the simulator.
 
     for x, w in zip(xs, ws):  # 8 pairs of x [16, 16192, 4096] and w [16, 4096, 8192] in bfloat16, on 4 ranks
         y = matmul_all_to_all(x, w, gather_dim=1, scatter_dim=2, out_shape=[16, 512])
@@ -12,18 +12,19 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
-from torch import Tensor
-
-from tests.helpers.schedule.operations import Recording
-from tests.helpers.schedule.programs import World
+from tests.helpers.problems import Problem
+from tests.helpers.schedule.operations import Enqueued
+from tests.helpers.schedule.programs import Calls, World
 from tests.helpers.schedule.rates import H200, H200_WITH_ROOM, Rates
-from tests.helpers.schedule.recorder import Recorder
 from tests.helpers.schedule.simulator import simulate
 
 NUM_PAIRS, NUM_RANKS, SLOT_BYTES = 8, 4, 512 << 20
-X, W, HEADS = (16, 16192, 4096), (16, 4096, 8192), (16, 512)
+X, N, HEADS = (16, 16192, 4096), 8192, (4, 512)  # heads of each rank
 FORWARD, BACKWARD = "forward", "backward"
+PAIR = {
+    FORWARD: Problem("push", X, N, 1, 2, out_shape=HEADS, batched=True),
+    BACKWARD: Problem("gather", (*X[:2], *HEADS), X[2], 2, 1, None, True, False, True, "all_to_all_matmul", k_dims=2),
+}
 RATES = {"signals behind cuBLAS": H200, "signals beside cuBLAS": H200_WITH_ROOM}
 
 
@@ -44,30 +45,22 @@ class Row:
         return self.exchanging / self.roof
 
 
-def pair(recorder: Recorder, backward: bool) -> Tensor:
-    x, w = recorder.tensor(*X, requires_grad=backward), recorder.tensor(*W, requires_grad=backward)
-    op = torch.ops.fusedcomm.matmul_all_to_all
-    return op(x, w, None, list(HEADS), 1, 2, *[None] * 5, NUM_RANKS, next(iter(recorder.groups)))
-
-
 @cache
-def recorded(direction: str, algorithm: str, num_pairs: int = NUM_PAIRS) -> list[Recording]:
-    """What each rank enqueues for one direction of the program."""
+def enqueued(direction: str, algorithm: str, num_pairs: int = NUM_PAIRS) -> list[Enqueued]:
+    """Each rank's operations for one direction of the program."""
 
-    def program(recorder: Recorder) -> None:
-        ys = [pair(recorder, direction == BACKWARD) for _ in range(num_pairs)]
-        if direction == BACKWARD:
-            grads = [torch.empty_like(y) for y in ys]
-            torch.cuda.synchronize()
-            recorder.start_again()
-            torch.autograd.backward(ys, grads)
+    def program(call: Calls) -> None:
+        for _ in range(num_pairs):
+            call(PAIR[direction], by_product=direction == BACKWARD)
+            if direction == BACKWARD:
+                call.walk.multiply(X[0], X[2], X[1], N)
 
-    return World(NUM_RANKS, SLOT_BYTES, algorithm).record(program)
+    return World(NUM_RANKS, SLOT_BYTES, algorithm).enqueue(program)
 
 
 def matmuls(direction: str, rates: Rates) -> tuple[float, float]:
     """Seconds of one pair's matmuls alone: the one beside the exchange, and the gradient of w."""
-    (b, m, k), n = X, W[-1]
+    (b, m, k), n = X, N
     if direction == FORWARD:
         return rates.matmul((b, m, k, n), 1), 0.0
     return rates.matmul((b, m, n, k), 1), rates.matmul((b, k, m, n), 1)
@@ -75,7 +68,7 @@ def matmuls(direction: str, rates: Rates) -> tuple[float, float]:
 
 def row(direction: str, algorithm: str, assumption: str, num_pairs: int = NUM_PAIRS) -> Row:
     rates = RATES[assumption]
-    line = simulate(recorded(direction, algorithm, num_pairs), rates)
+    line = simulate(enqueued(direction, algorithm, num_pairs), rates)
     beside, gradient_of_w = (1e3 * seconds for seconds in matmuls(direction, rates))
     stalls = {name: seconds / num_pairs * 1e3 for name, seconds in line.stalls(0).items()}
     time = line.total / num_pairs * 1e3
