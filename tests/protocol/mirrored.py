@@ -1,7 +1,8 @@
 """The functions that the model mirrors, by part of the model, with digests (tests/protocol/mirrors.py).
 
 A call's writes, signals, waits and reads come from its schedule (tests/protocol/words.py). Mirrored is what no schedule
-says: the inside of kernels and of the native part, failures on the host, resets, and posts.
+says: counters and words inside kernels and the native part, failures on the host, resets, and posts. What whole kernels
+store and signal is seen in tests/run/test_kernel_effects.py.
 """
 
 from __future__ import annotations
@@ -9,20 +10,12 @@ from __future__ import annotations
 from tests.protocol.mirrors import Mirrors
 
 MIRRORED: Mirrors = {
-    "helpers/schedule/kernel_effects.py and programs.ProgramModel": {
+    "programs.ProgramModel": {
         "kernels/triton/rounds.py": (
             "next_round slot_of end_round report signal_peer source_rank all_there wait_all wait_source",
             "c7cb971d97ea",
         ),
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
-        "kernels/triton/push_matmul.py": ("push_matmul_kernel", "b8a4861a3ed6"),
-        "kernels/triton/copy.py": ("pack_kernel unpack_kernel", "db8a85d27a00"),
-        "kernels/triton/handshake.py": (
-            "signal_kernel finish_kernel wait_source_kernel begin_push_kernel",
-            "1ca5ff9e8217",
-        ),
-        "kernels/triton/gather_matmul.py": ("gather_matmul_kernel", "771f7a2a07a6"),
-        "kernels/triton/reduce.py": ("reduce_kernel", "971ce21cf7c9"),
     },
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (

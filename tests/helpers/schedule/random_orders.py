@@ -49,6 +49,7 @@ class Queued:
     after: list[int]
     run: Callable[[], object]
     sources: Sequence[int] = ()  # ranks whose flags it waits for
+    work: Any = None  # of the step that it is
     epoch: int | None = None  # from when it has begun to wait
 
     def goes_on(self) -> bool:
@@ -121,7 +122,7 @@ class Gpus:
             execution.epoch = epoch
             execution.step(work, stream)
 
-        self.enqueue(execution.workspace, name, run, stream, sources)
+        self.enqueue(execution.workspace, name, run, stream, sources, work)
 
     def enqueue(
         self,
@@ -130,10 +131,11 @@ class Gpus:
         run: Callable[[], object],
         stream: Stream = Stream.MAIN,
         sources: Sequence[int] = (),
+        work: Any = None,
     ) -> None:
         on = self._stream(workspace, stream)
         number = len(self.queued)
-        self.queued.append(Queued(number, workspace, on.number, name, on.pending, run, sources))
+        self.queued.append(Queued(number, workspace, on.number, name, on.pending, run, sources, work))
         on.pending, on.last = [], [number]
 
     def _stream(self, workspace: Workspace, stream: Stream) -> walk.Stream:

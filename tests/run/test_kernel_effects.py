@@ -1,0 +1,70 @@
+"""Kernels store and signal what tests/helpers/schedule/kernel_effects.py says: that is what checkers know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fusedcomm.memory.segment import FINGERPRINT_BITS
+from fusedcomm.plan.geometry import exchange
+from fusedcomm.plan.schedule import Launch
+from tests.helpers.problems import Problem
+from tests.helpers.schedule.kernel_effects import EFFECTS, Group, KernelCall
+from tests.helpers.schedule.random_orders import Queued
+from tests.run.test_chunked_orders import ROWS, SUM, Run, cut_in
+
+GROUP = Group("group", (0, 1))
+
+
+@pytest.fixture(autouse=True)
+def two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a slot that is new, so that all stores are seen."""
+    monkeypatch.setattr(exchange, "FEW_ROWS", 0)
+    cut_in(2, monkeypatch)
+
+
+def compared(queued: Queued, run: Callable[[], object]) -> None:
+    """Run a kernel and compare what has changed in all segments."""
+    workspace, epoch = queued.workspace, queued.next_epoch()
+    call = KernelCall(queued.work, GROUP, epoch, lambda place: None)
+    steps = list(EFFECTS[call.name](call))
+    before = [segment.clone() for segment in workspace.buffers]
+    run()
+    for rank, (old, new) in enumerate(zip(before, workspace.buffers, strict=True)):
+        regions = [each for step in steps for each in step.writes if each.memory == GROUP.segment(rank)]
+        others = old != new
+        for region in regions:
+            is_slot = region.start >= workspace.layout.header_bytes
+            assert not is_slot or (new[region.start : region.end] != old[region.start : region.end]).any()
+            others[region.start : region.end] = False
+        assert not others.any(), f"{call.name} stores elsewhere at rank {rank}"
+    for flag in (each for step in steps for each in step.signals):
+        start = workspace.layout.flag(epoch, call.rank)
+        assert int(workspace.buffers[flag.dst_rank][start:][:8].view(torch.int64)) >> FINGERPRINT_BITS == epoch
+    assert queued.next_epoch() == epoch + call.ends_round
+
+
+def check(problem: Problem, algorithm: str) -> set[str]:
+    run = Run(problem, 2, num_calls=1, writes_words=False, algorithm=algorithm, least_copied=1 << 62)
+    launches = [each for each in run.gpus.queued if isinstance(each.work, Launch)]
+    for each in launches:
+        each.run = partial(compared, each, each.run)
+    run.gpus.run_all(0)
+    return {each.name for each in launches}
+
+
+def test_kernels_store_and_signal_what_is_said() -> None:
+    seen = check(SUM, "fused"), check(ROWS, "fused"), check(ROWS, "chunked")
+    assert set().union(*seen) == set(EFFECTS)
+
+
+def test_an_effect_that_is_not_said_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = EFFECTS["pack_kernel"]
+    monkeypatch.setitem(EFFECTS, "pack_kernel", lambda call: iter([*pack(call)][:-1]))
+    with pytest.raises(AssertionError, match="pack_kernel stores elsewhere"):
+        check(ROWS, "fused")
