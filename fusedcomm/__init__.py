@@ -25,7 +25,7 @@ from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.ops.splits import replica_ranges
-from fusedcomm.plan.call_plan import CallPlan as Plan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.run.device_to_host import DeviceToHost

@@ -36,7 +36,7 @@ from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import LOOK_S, Workspace
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 
 log = logging.getLogger("fusedcomm")
 
@@ -72,7 +72,7 @@ class Member:
     lock: AbstractContextManager[Any] = field(
         default_factory=lambda: native.CallLock() if native else threading.RLock()
     )
-    plans: dict[Hashable, CallPlan] = field(default_factory=dict)  # by kind of call
+    plans: dict[Hashable, Plan] = field(default_factory=dict)  # by kind of call
     prepared: Any = None  # native.PreparedCalls: those of the plans that are loaded natively
     plan_bytes: int = 0  # of all plans, here and there
 
@@ -283,7 +283,7 @@ class Member:
             else:
                 self.prepared.begin(self.resets, *self.workspace.for_plans())
 
-    def keep(self, kind: Hashable, plan: CallPlan) -> None:
+    def keep(self, kind: Hashable, plan: Plan) -> None:
         """Keep the plan of a call that has run, unless for lack of memory it had to run by another one."""
         if kind not in self.plans and plan.reason != self.unavailable:
             self.count_plan(plan.num_bytes)

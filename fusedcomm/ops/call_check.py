@@ -25,12 +25,12 @@ from fusedcomm.memory import flight_recorder, group
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 
 _MOST_LETTERS = 512  # of an error
 
 
-def same_call(record: flight_recorder.Record, plan: CallPlan, ours: Member, *, bias: Any, by_product: bool) -> None:
+def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, *, bias: Any, by_product: bool) -> None:
     """Compare the call with the other ranks', in a bounded collective. ``bias``: a tensor or None, or a list of these.
 
     Raises PeerMismatchError where the calls differ, and PeerTimeoutError where a rank does not come. Nothing has been
@@ -62,7 +62,7 @@ def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, An
     return [each["call"] for each in found]
 
 
-def facts_of(record: flight_recorder.Record, plan: CallPlan, bias: Any, by_product: bool) -> dict[str, Any]:
+def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
     """The call as JSON. The fields that explain most of a difference come first."""
     is_even = record.exchange is None or record.exchange.cut is None
     return {

@@ -19,7 +19,7 @@ from fusedcomm.ops.prepared import Seen
 from fusedcomm.ops.table import OpSpec
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_out
@@ -34,7 +34,7 @@ def prepare(
     group_name: str,
     record: flight_recorder.Record | None = None,
     key: Hashable = None,
-) -> tuple[CallPlan, Member | None]:
+) -> tuple[Plan, Member | None]:
     """The plan of a call, kept under ``key`` or new, and this rank's part in the group. The first call of a group is a
     collective.
     """
@@ -85,8 +85,8 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
 
 
 def _begin(
-    spec: OpSpec, args: Arguments, plan: CallPlan, ours: Member, record: flight_recorder.Record, kind: Hashable
-) -> tuple[CallPlan, CallMemory]:
+    spec: OpSpec, args: Arguments, plan: Plan, ours: Member, record: flight_recorder.Record, kind: Hashable
+) -> tuple[Plan, CallMemory]:
     """The collective prologue of a call: compare it, prove its algorithm, allocate. Returns what it runs by, and where.
 
     A call that fails here has sent nothing, so the next one takes its number.
@@ -115,7 +115,7 @@ def _begin(
     except WorkspaceUnavailable as error:
         record.algorithm = "unfused"
         planner.log_fallback(record.op, str(error))
-        return CallPlan(record.op, "unfused", str(error), exchange=record.exchange), ours.memory
+        return Plan(record.op, "unfused", str(error), exchange=record.exchange), ours.memory
     except RuntimeError:  # a PeerError among others
         ours.num_calls -= 1
         raise

@@ -14,13 +14,13 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.splits import splits_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> CallPlan:
+def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     """Return how ``fusedcomm.<op>(*args, **kwargs)`` would run, and why, without running it.
 
     The arguments behind op are those of the call. Tensors can be meta tensors (``torch.empty(..., device="meta")``):

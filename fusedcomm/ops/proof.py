@@ -36,7 +36,7 @@ from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
 from fusedcomm.run import calls
 
@@ -48,7 +48,7 @@ _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
 
 
-def is_unproved(plan: CallPlan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
+def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
     """Whether nothing is known of the planned algorithm, which needs a proof. It is equal on all ranks.
 
     ``uneven``: the parts of the call differ in size.
@@ -139,7 +139,7 @@ def _by_workspace(
 
     def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
         exchange = problem.exchange(workspace.rank)
-        plan = CallPlan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
+        plan = Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
         return problem, _run(problem, plan, workspace, dtype)
 
     with workspace.guarded(op):
@@ -159,7 +159,7 @@ def _by_group(
     results = []
     for problem in problems:
         exchange, sums = problem.exchange(ours.rank), ours.topology.backend_sums
-        plan = CallPlan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
+        plan = Plan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
         results.append((problem, _run(problem, plan, ours.memory, dtype)))
     _synchronize(ours.device)
     return results
@@ -170,7 +170,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _run(problem: ExactProblem, plan: CallPlan, memory: CallMemory, dtype: torch.dtype) -> list[Tensor]:
+def _run(problem: ExactProblem, plan: Plan, memory: CallMemory, dtype: torch.dtype) -> list[Tensor]:
     """The result of one rank, and of a gather the exchanged x."""
     x, w, bias = (ts[memory.rank].to(memory.device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
     args = Arguments(x, [w], [bias], problem.num_ranks, memory.group_name, return_gathered=True)

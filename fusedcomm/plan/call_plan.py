@@ -16,7 +16,7 @@ STEP_BYTES = 2 << 10  # of a schedule; as much again of one that is loaded nativ
 
 
 @dataclass(repr=False)
-class CallPlan:
+class Plan:
     """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
 
     Attributes:
@@ -29,7 +29,12 @@ class CallPlan:
             next: the pieces of a pipelined call; 0 where it runs unfused.
         sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
         has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
+        backend_sums: whether the backend adds what is sent, in its own order and precision.
+        fingerprint: 24 bits that calls of equal wires share; 0 where nothing compares them.
+        exchange: the shapes and spans of what is exchanged.
         schedule: the steps of a call that has run, None of one that has not, or runs unfused. It is this rank's own.
+        made_for: the facts of memory and device that the schedule was made for.
+        num_bytes: bytes that the plan takes, an estimate.
     """
 
     op: str
@@ -38,11 +43,11 @@ class CallPlan:
     slot_bytes: int = 0  # what one round needs
     num_rounds: int = 0
     sent_bytes: int = 0
-    backend_sums: bool = False  # whether the backend adds what is sent, in its own order and precision
+    backend_sums: bool = False
     fingerprint: int = 0
     exchange: Exchange | None = field(default=None, compare=False)
     schedule: Schedule | None = field(default=None, compare=False)
-    made_for: Hashable = field(default=None, compare=False)  # the facts of memory and device in the schedule
+    made_for: Hashable = field(default=None, compare=False)
 
     @property
     def has_workspace(self) -> bool:
@@ -50,7 +55,6 @@ class CallPlan:
 
     @property
     def num_bytes(self) -> int:
-        """About as much as it takes."""
         return _PLAN_BYTES + (0 if self.schedule is None else len(self.schedule.steps) * STEP_BYTES)
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fusedcomm.plan.call_plan import CallPlan, fingerprint_of
+from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import Constants
@@ -64,7 +64,7 @@ class Facts(Protocol):
     def for_capture(self) -> bool: ...
 
 
-def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> CallPlan:
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
     """``member`` is None for a group of one rank."""
     found = _decided(op, exchange, dtype, member)
     found.exchange = exchange
@@ -73,9 +73,9 @@ def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) 
     return found
 
 
-def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> CallPlan:
+def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
     if member is None or exchange.group_size == 1:
-        return CallPlan(op, "unfused", "one rank: nothing to exchange")
+        return Plan(op, "unfused", "one rank: nothing to exchange")
     name, strict = force_algorithm.current
     name = name or member.topology.algorithm
     own, exchange = exchange, exchange.for_all
@@ -90,25 +90,25 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
         if strict and name not in (None, "unfused"):
             raise RuntimeError(f"{op} cannot run as {name}: {reason}")
         log_fallback(op, reason)
-        return CallPlan(op, "unfused", reason)
+        return Plan(op, "unfused", reason)
     if name is not None:
         algorithm, why = name, FORCED
     else:
         algorithm, why = _choose(op, own, dtype, member)
     if algorithm == "unfused":
-        return CallPlan(op, "unfused", why)
+        return Plan(op, "unfused", why)
     if why != FORCED:
         wrong, why = _proved(op, algorithm, own, dtype, member, why)
         if wrong:
-            return CallPlan(op, "unfused", wrong)
+            return Plan(op, "unfused", wrong)
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
     if algorithm == "chunked" and member.device.type == "cuda" and exchange.takes_all(dtype.itemsize):
         max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
         num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
-    return CallPlan(op, algorithm, why, slot_bytes, num_rounds)
+    return Plan(op, algorithm, why, slot_bytes, num_rounds)
 
 
-def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> CallPlan:
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind = constants_of(member), _kind(dtype, member)
     chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
@@ -120,11 +120,11 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
             wrong, why = _proved(op, "pipelined", exchange, dtype, member, f"{reason}; {times}")
             if wrong:
-                return CallPlan(op, "unfused", wrong)
+                return Plan(op, "unfused", wrong)
             return _pipelined(op, exchange, dtype, member, why, num_pieces)
         why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
     log_fallback(op, reason)
-    return CallPlan(op, "unfused", f"{reason}; {why}")
+    return Plan(op, "unfused", f"{reason}; {why}")
 
 
 def _proved(
@@ -141,14 +141,14 @@ def _proved(
 
 def _pipelined(
     op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str, num_pieces: int | None = None
-) -> CallPlan:
+) -> Plan:
     sums = member.topology.backend_sums
     if num_pieces is None:
         num_pieces, _ = in_pieces.fastest(op, exchange, _kind(dtype, member), constants_of(member), sums)
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
     sent = int(sent_bytes(model.KINDS[op], sent, exchange.group_size))
-    return CallPlan(op, "pipelined", why, 0, len(pieces), sent, sums)
+    return Plan(op, "pipelined", why, 0, len(pieces), sent, sums)
 
 
 def constants_of(member: Facts) -> Constants:

@@ -20,7 +20,7 @@ from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import builder, chunked, fused, pipelined
 from fusedcomm.plan.builder import Layout, Program, layout_of
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor, unfused
@@ -37,15 +37,13 @@ Operand = Tensor | None | Sequence[Tensor | None]
 class Ran(NamedTuple):
     """A call as it ran."""
 
-    plan: CallPlan
+    plan: Plan
     memory: CallMemory
     inputs: Sequence[Tensor | None]
     returned: list[Tensor]
 
 
-def run(
-    plan: CallPlan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
-) -> Ran:
+def run(plan: Plan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]) -> Ran:
     """Run the program ``name`` of the plan's algorithm.
 
     A round that is left half way breaks the workspace: the peers have seen its signals.
@@ -67,7 +65,7 @@ def run(
 
 
 def schedule_of(
-    plan: CallPlan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
+    plan: Plan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
 ) -> Schedule:
     """The plan's schedule, made by its first call, or where a workspace has grown or is captured."""
     made_for = memory.memory_facts(), memory.device_facts()
@@ -78,7 +76,7 @@ def schedule_of(
 
 @outside_modes()
 def build(
-    plan: CallPlan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
+    plan: Plan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
 ) -> Schedule:
     program: Program = getattr(ALGORITHMS[plan.algorithm], name)
     if name == "push_reduce_gather":

@@ -18,7 +18,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import kind_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import calls
 
@@ -151,7 +151,7 @@ def _set_flags(workspace: Workspace, epoch: int, fingerprint: int) -> None:
     flags.view(torch.int64).fill_(epoch << FINGERPRINT_BITS | fingerprint)
 
 
-_plans: WeakKeyDictionary[Workspace, dict[Any, CallPlan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Workspace, dict[Any, Plan]] = WeakKeyDictionary()
 
 
 def run_op(
@@ -161,5 +161,5 @@ def run_op(
     spec, kept = OPS[op], _plans.setdefault(workspace, {})
     key = algorithm, exchange.key, kind_of(spec, args)
     if key not in kept:
-        kept[key] = CallPlan(op, algorithm, "virtual", fingerprint=fingerprint, exchange=exchange)
+        kept[key] = Plan(op, algorithm, "virtual", fingerprint=fingerprint, exchange=exchange)
     return calls.run(kept[key], workspace, spec.program, *spec.operands(args)).returned

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.memory import members, workspace
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.schedule import Launch, Wait
 from fusedcomm.run.python_executor import Execution
 from tests.faults.steps import at_step
@@ -96,7 +96,7 @@ def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
     def refuse(*args: Any) -> None:
         raise RuntimeError("no memory left")
 
-    def plan() -> CallPlan:
+    def plan() -> Plan:
         args = (*integers(problem, rank, dist.get_world_size())[:2], 0, 1, group)
         return fusedcomm.explain("matmul_all_to_all", *args)
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fusedcomm
 from fusedcomm.memory import canaries, vote
 from fusedcomm.ops import dispatch
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem
@@ -135,7 +135,7 @@ def test_an_unfused_call_holds_up_no_other_thread(rank: int) -> None:
     def small_is_unfused(op: str, exchange: Any, *args: Any) -> Any:
         plan, ours = prepare(op, exchange, *args)
         begun.set()
-        return plan if exchange.k == 8 else CallPlan(op, "unfused", "small", exchange=exchange), ours
+        return plan if exchange.k == 8 else Plan(op, "unfused", "small", exchange=exchange), ours
 
     def work(k: int) -> None:
         answers[k] = fusedcomm.matmul_all_reduce(torch.ones(4, k), torch.ones(k, 2), group)

@@ -25,7 +25,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.ops.whole_group import PROGRAMS
 from fusedcomm.plan import planner
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.run import calls
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -70,7 +70,7 @@ def planted_in(algorithm: str, plant: Plant) -> Any:
     """Calls of an algorithm run by ``plant(rank, calls.run, *its arguments)``."""
     right = calls.run
 
-    def run(plan: CallPlan, *args: Any) -> calls.Ran:
+    def run(plan: Plan, *args: Any) -> calls.Ran:
         if plan.algorithm != algorithm:
             return right(plan, *args)
         return plant(dist.get_rank(), right, plan, *args)
@@ -90,7 +90,7 @@ def warnings() -> Iterator[list[str]]:
         logging.getLogger("fusedcomm").removeHandler(handler)
 
 
-def plan_of_all(group: Any, problem: Problem) -> CallPlan:
+def plan_of_all(group: Any, problem: Problem) -> Plan:
     """The plan, which must be equal on all ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     plans: list[Any] = [None] * size
@@ -319,7 +319,7 @@ def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path
     with proving(tmp_path) as (group, made):
         with mock.patch.object(Member, "_allocate", without):
             check(group, PUSH, call(group, PUSH))
-        assert plan_of_all(group, PUSH) == CallPlan(PUSH.op, "unfused", NO_MEMORY)
+        assert plan_of_all(group, PUSH) == Plan(PUSH.op, "unfused", NO_MEMORY)
         assert len(made) == 1
         fusedcomm.reset(group)
         check(group, PUSH, call(group, PUSH))

@@ -10,7 +10,7 @@ import torch
 from fusedcomm.ops import dispatch, table
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan.builder import Device
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.schedule import Launch
 from fusedcomm.run import calls, launching
@@ -62,7 +62,7 @@ def test_kernels_of_a_workspace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_plan_has_another_schedule_for_another_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, x, w = VirtualGroup(2, 1 << 12, "cpu").workspaces[0], torch.zeros(8, 8), torch.zeros(8, 4)
-    plan = CallPlan("op", "fused", "test", exchange=shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 2))
+    plan = Plan("op", "fused", "test", exchange=shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 2))
     made = [calls.schedule_of(plan, workspace, "push_matmul", (x, w, None, None), {}) for _ in range(2)]
     for device in (Device(num_sms=2), Device(allow_tf32=True), Device(architecture=90)):
         monkeypatch.setattr(workspace, "device_facts", lambda device=device: device)

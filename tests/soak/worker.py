@@ -26,7 +26,7 @@ from fusedcomm.memory import group_member, results
 from fusedcomm.memory.group import store
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.tools.selftest_checks import settings
 from tests.helpers.in_place import in_place_from
 from tests.soak import invoke
@@ -163,7 +163,7 @@ class _Worker:
             yield
         current.wait_stream(stream)
 
-    def _count_call(self, call: SoakCall, plan: CallPlan) -> None:
+    def _count_call(self, call: SoakCall, plan: Plan) -> None:
         case, group = call.case, call.group
         for kind, value in (
             ("op", case.op),

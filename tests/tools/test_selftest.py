@@ -24,7 +24,7 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.memory import topology
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan.call_plan import CallPlan
+from fusedcomm.plan.call_plan import Plan
 from fusedcomm.run import calls
 from fusedcomm.tools import main, selftest, selftest_checks
 from fusedcomm.tools.selftest_checks import ExactCall
@@ -103,7 +103,7 @@ def wrong_chunked(rank: int) -> Any:
     """One element of what chunked makes, on one rank, is wrong, in one dtype."""
     ours = calls.run
 
-    def wrong(plan: CallPlan, *args: Any) -> calls.Ran:
+    def wrong(plan: Plan, *args: Any) -> calls.Ran:
         ran = ours(plan, *args)
         (y, *_) = ran.returned
         if rank == 1 and (plan.op, plan.algorithm, y.dtype) == ("matmul_reduce_scatter", "chunked", torch.float16):

@@ -34,8 +34,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "rows of w that overlap have no descriptor": Control(
         "fusedcomm/plan/descriptors.py",
-        "        and step >= row\n",
-        "",
+        "    if step < row or (not follow and",
+        "    if (not follow and",
         "tests/plan/test_descriptors.py::test_rows_that_overlap_have_no_descriptor[False]",
     ),
     "exchanges of uneven shards stay": Control(
@@ -89,8 +89,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "rows of x have 64 bits": Control(
         PRIMITIVES,
-        "    return first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)\n",
-        "    return (first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)).to(tl.int32)\n",
+        "        at = first + i\n",
+        "        at = (first + i).to(tl.int32)\n",
         "tests/kernels/test_large_slots.py::test_a_push_reads_rows_where_they_lie",
     ),
     "rows of the result have 64 bits": Control(
@@ -137,8 +137,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "a stride of w fits its descriptor": Control(
         "fusedcomm/plan/descriptors.py",
-        "        and step * w.itemsize < _DESCRIBED_BYTES\n",
-        "",
+        "        max(num_bytes) < _DESCRIBED_BYTES\n        and ",
+        "        ",
         "tests/plan/test_descriptors.py::test_strides_of_descriptors_are_below_a_terabyte",
     ),
     # hangs
