@@ -16,9 +16,9 @@ def enable_cpu() -> None:
     """Make torch.distributed._symmetric_memory and `torch.ops.symm_mem` work on CPU tensors, in this process.
 
     fusedcomm becomes torch's backend of symmetric memory for CPU tensors, unless there is one. The ops of
-    `torch.ops.symm_mem` without a CPU kernel get one; docs/symmetric_memory.md has a table of them. Those that have no
+    `torch.ops.symm_mem` without a CPU kernel get one; docs/symmetric_memory.md has a table of them. Ops without an
     implementation raise NotImplementedError with their names. `get_symm_mem_workspace`, `put_signal` and `wait_signal`
-    of torch's module take CPU memory. What CUDA tensors do stays as it is, and a second call changes nothing.
+    of torch's module take CPU memory. CUDA tensors are not affected, and a second call changes nothing.
 
     Raises:
         RuntimeError: the native part of fusedcomm cannot be loaded.

@@ -1,7 +1,7 @@
 """The CPU kernels of `torch.ops.symm_mem`. Ranks meet before each op, which ends its reads of peers with a barrier.
 
-What a rank gives may be in memory that the op writes, its own or a peer's: it is copied before the ranks meet, and
-results are written behind the last barrier.
+Inputs may alias memory that the op writes, on this rank or a peer: they are copied before the ranks meet, and results
+are written behind the last barrier.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fusedcomm.symm_mem.meeting import is_symmetric, same_call
 from fusedcomm.symm_mem.peers import Peers, total
 
 _lib = torch.library.Library("symm_mem", "IMPL", "CPU")
-_DTYPES = (torch.float32, torch.bfloat16)  # what torch's CUDA kernels reduce
+_DTYPES = (torch.float32, torch.bfloat16)  # the dtypes that torch's CUDA kernels reduce
 
 
 def register() -> None:
-    """Give a CPU kernel to each op of this release of torch that has none, if only one that refuses."""
+    """Register a CPU kernel for each op of this torch without one; unimplemented ops get a kernel that raises."""
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, op = name.partition("::")
         if namespace == "symm_mem" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
@@ -183,7 +183,7 @@ def _low_contention_reduce_scatter(tensor: Tensor, reduce_op: str, group_name: s
 def fused_all_gather_matmul(
     A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The strides are those of torch's kernels: compiled programs rely on them."""
+    """Return torch's strides: compiled programs rely on them."""
     args = gather_dim, return_A, *EVEN.to_gather, *resolve(group_name)
     with torch._C._AutoDispatchBelowAutograd():  # as on CUDA, where a program must not rely on gradients either
         results, gathered = torch.ops.fusedcomm.all_gather_matmul(A, Bs, [None] * len(Bs), *args)

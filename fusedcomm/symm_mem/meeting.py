@@ -28,9 +28,9 @@ def timeout_ms() -> int:
 
 
 class _Meeting:
-    """Two pages of each rank, used by turns, and a word that says that a rank has given up on this memory.
+    """Two pages of each rank, used by turns, and a flag for memory that a rank has given up.
 
-    A rank writes a page again behind the barrier of the next call, to which all come after they have read it.
+    A rank rewrites a page behind the barrier of the next call: all peers have read it by then.
     """
 
     @outside_modes()
@@ -62,7 +62,7 @@ class _Meeting:
 
 @contextmanager
 def same_call(op: str, group_name: str, **arguments: Any) -> Iterator[None]:
-    """A barrier to which all ranks come with equal arguments, or all raise. In its block a rank checks its own.
+    """Barrier: all ranks enter with equal arguments, or all raise. Local checks run inside the block.
 
     Raises ValueError if a rank did in its block, and PeerMismatchError if arguments differ; nothing is sent then.
     """
@@ -86,7 +86,7 @@ def _exchange(op: str, pg: ProcessGroup, call: dict[str, Any]) -> list[dict[str,
 
 
 def _facts(value: Any) -> Any:
-    """JSON. The place of a tensor in its memory must be the same on all ranks only if that is symmetric."""
+    """The JSON form of a value; a tensor's offset is compared in symmetric memory alone."""
     if isinstance(value, Tensor):
         place = [value.storage_offset() * value.itemsize] if is_symmetric(value) else []
         return [str(value.dtype).removeprefix("torch."), list(value.shape), *place]

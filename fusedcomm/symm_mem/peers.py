@@ -1,4 +1,4 @@
-"""What the kernels share: this rank's and its peers' memory behind a tensor, bounded barriers, and a workspace."""
+"""Shared by the kernels: the memory of all ranks behind a tensor, bounded barriers, and a workspace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _failed: dict[int, Any] = {}  # handles by the address of their signals; kept, s
 
 @outside_modes()
 def workspace(group_name: str, min_size: int) -> Any:
-    """The handle of the group's uint8 workspace in CPU memory. To make it or let it grow is a collective."""
+    """The handle of the group's uint8 workspace in CPU memory. Making or growing it is a collective."""
     pg = groups.find(group_name)
     if pg not in _workspaces or _workspaces[pg].numel() < min_size:
         cpu = torch.device("cpu")
@@ -30,7 +30,7 @@ def workspace(group_name: str, min_size: int) -> Any:
 
 
 class Peers:
-    """One tensor per rank: those at the same place of every rank's segment.
+    """One tensor per rank, at the same offset of every rank's segment.
 
     The barriers use channel 0 of the segment's signal pad, as torch's kernels do on CUDA.
     """
@@ -48,7 +48,7 @@ class Peers:
 
     @classmethod
     def of(cls, op: str, name: str, t: Tensor, group_name: str) -> Peers:
-        """Those of a tensor that the caller has put into symmetric memory."""
+        """The peers of a tensor in symmetric memory."""
         handle = _SymmetricMemory.rendezvous(t, group_name)
         if handle is None:
             raise ValueError(
@@ -59,7 +59,7 @@ class Peers:
 
     @classmethod
     def with_copy(cls, op: str, t: Tensor, group_name: str) -> Peers:
-        """Those of a copy of ``t`` in the group's workspace."""
+        """The peers of a copy of ``t`` in the group's workspace."""
         peers = cls(op, workspace(group_name, t.nbytes), 0, t)
         peers.tensors[peers.rank].copy_(t)
         return peers
