@@ -1,7 +1,7 @@
 """Linear layers next to Ulysses attention. Each replaces a plain nn.Linear in one line and reads its state dict.
 
 `UlyssesQKV` stands before attention and `UlyssesOut` behind it. `shard_tokens` gives a rank its tokens. R is the number
-of ranks of a layer's group. The linear layers of tensor parallelism are those of `fusedcomm.parallel`.
+of ranks of a layer's group. Tensor parallelism has its linear layers in `fusedcomm.parallel`.
 """
 
 from fusedcomm.nn.tokens import shard_tokens, unshard_tokens

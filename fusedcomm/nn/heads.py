@@ -1,8 +1,8 @@
-"""Which heads each rank has inside Ulysses attention: a block of q's, and those of k and v that these read.
+"""The heads of each rank inside Ulysses attention: a block of q's heads, and the heads of k and v that these read.
 
 Blocks of q's heads are balanced: their sizes differ by at most 1, where torch.chunk would leave ranks without any. With
-grouped queries num_heads / num_kv_heads heads of q, a group, read one head of k and v. A rank gets the heads of k and v
-that its own read, so that several ranks may get the same one.
+grouped queries num_heads / num_kv_heads heads of q, a group, read one head of k and v; several ranks may get the same
+head of k and v.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def vote(
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], ranks: list[list[_Fact]], pg: ProcessGroup) -> None:
-    """Give each parameter the sum of its gradients, and none where no rank has one. ``ranks``: what `vote` returned."""
+    """Give each parameter the sum of its gradients, and none where no rank has one. ``ranks``: the result of `vote`."""
     summed = []
     for parameter, facts in zip(parameters, zip(*ranks, strict=True), strict=True):
         grad = _gradient(parameter)

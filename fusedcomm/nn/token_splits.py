@@ -1,4 +1,4 @@
-"""What a layer is told of its tokens, as the ops' arguments that say which part each rank has."""
+"""The ``tokens`` argument of a layer, translated into split arguments of the ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tokens = int | Sequence[int] | None
 
 
 def gathered(tokens: Tokens, size: int, group_size: int, group_name: str, name: str = "x") -> dict[str, Any]:
-    """The arguments of an op that gathers tokens, of which this rank's tensor has ``size``."""
+    """The split arguments of an op that gathers tokens; this rank's tensor has ``size`` tokens."""
     given = _checked(tokens, group_size)
     if given is None:
         return {}

@@ -27,15 +27,14 @@ def shard_tokens(batch: Any, dim: Any = 1, group: Group = None) -> Any:
     Ranks behind the last chunk get blocks without tokens. Nothing is communicated.
 
     Args:
-        batch: a tensor, or dicts, lists and tuples of them, alike on all ranks: inputs, labels, positions. What is no
-            tensor passes through.
-        dim: the dim of tokens, negative ones counting from the end; or, by a dict, list or tuple like batch's, one for
-            each part of it, with None for what passes through, as cu_seqlens of packed sequences, which is about whole
-            sequences.
+        batch: a tensor, or dicts, lists and tuples of tensors, alike on all ranks: inputs, labels, positions. Other
+            leaves pass through.
+        dim: the dim of tokens, negative ones counting from the end; or a dict, list or tuple shaped like batch, with a
+            dim for each part, and None for parts that pass through, such as cu_seqlens of packed sequences.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 
     Returns:
-        What batch is, with views in place of tensors.
+        The structure of batch, with views in place of tensors.
 
     Raises:
         ValueError: ``dim`` is not shaped as batch is, or group is no initialised group that contains this rank.
@@ -59,14 +58,14 @@ def shard_tokens(batch: Any, dim: Any = 1, group: Group = None) -> Any:
 
 
 def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group: Group = None) -> Any:
-    """Return all ranks' tokens of each tensor, in rank order, on every rank: what `shard_tokens` has cut.
+    """Return all ranks' tokens of each tensor, in rank order, on every rank: the inverse of `shard_tokens`.
 
-    A derivative by a rank's block is that block of the derivative by the result, of this rank's own: the backward
-    communicates nothing. So it is right if all ranks make the same of the result, as a loss that is not divided by R.
-    For a loss of which each rank has a part, shard the labels instead.
+    The backward narrows this rank's own gradient to its block and communicates nothing. That is correct if all ranks
+    compute the same from the result, as a loss that is not divided by R. For a loss split over ranks, shard the labels
+    instead.
 
     Args:
-        batch: a tensor, or dicts, lists and tuples of them. What is no tensor passes through.
+        batch: a tensor, or dicts, lists and tuples of tensors. Other leaves pass through.
         tokens: how many there are on all ranks, or a sequence of how many each has.
         dim: as in `shard_tokens`.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
@@ -97,8 +96,6 @@ def unshard_tokens(batch: Any, tokens: int | Sequence[int], dim: Any = 1, group:
 
 
 def _map(make: Callable[[Tensor, int], Tensor], batch: Any, dim: Any) -> Any:
-    """``make(t, dim)`` in place of each tensor of the part of batch that a dim is for."""
-
     def made(dim: int | None, part: Any) -> Any:
         return part if dim is None else pytree.tree_map_only(Tensor, lambda t: make(t, dim), part)
 

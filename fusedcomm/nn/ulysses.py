@@ -3,7 +3,7 @@
     q, k, v = qkv(x)                # [batch, tokens / R, hidden] -> three of [batch, tokens, heads / R, head_dim]
     y = out(attention(q, k, v))     # [batch, tokens, heads / R, head_dim] -> [batch, tokens / R, hidden]
 
-R need not divide tokens, as `fusedcomm.nn.shard_tokens` cuts them, nor heads, which `fusedcomm.nn.heads` divides.
+R need not divide tokens, as `fusedcomm.nn.shard_tokens` cuts them, nor heads, as `fusedcomm.nn.heads` divides them.
 Both layers replicate their parameters. A rank's gradients of them come from its own tokens alone:
 `fusedcomm.nn.sum_replicated_gradients` adds them up after the backward.
 """
@@ -36,8 +36,8 @@ class UlyssesQKV(UlyssesLinear):
 
     A rank has num_heads / R heads of q, rounded up on the first num_heads % R ranks and down on the others, and the
     heads of k and v that these read, whether or not other ranks read them too. Head i of a rank's n of q reads head
-    i // (n / m) of its m of k and v, as ``scaled_dot_product_attention(enable_gqa=True)`` has it. Where not as many
-    read each (20 heads and 4 on 8 ranks: of the second rank's 3 two read one head, and one the next), those of k and v
+    i // (n / m) of its m of k and v, as ``scaled_dot_product_attention(enable_gqa=True)`` has it. Where readers are
+    uneven (20 heads and 4 on 8 ranks: of the second rank's 3 two read one head, and one the next), heads of k and v
     are repeated after the exchange, one for each of q.
 
     Args:
@@ -47,12 +47,12 @@ class UlyssesQKV(UlyssesLinear):
         num_kv_heads: how many heads k and v each have; num_heads must be a multiple of it. None: as many as q has.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
-        weight: the replicated [(num_heads + 2 * num_kv_heads) * head_dim, in_features]; its gradient is that of this
-            rank's tokens.
+        weight: the replicated [(num_heads + 2 * num_kv_heads) * head_dim, in_features]; its gradient is of this rank's
+            tokens.
         bias: the replicated [(num_heads + 2 * num_kv_heads) * head_dim], or None; its gradient likewise.
         head_splits: how many heads of q each rank has.
 
@@ -94,7 +94,7 @@ class UlyssesQKV(UlyssesLinear):
         """Make the layer with a copy of an nn.Linear's parameters.
 
         Args:
-            linear: the nn.Linear, whose parameters must be alike on all ranks.
+            linear: the nn.Linear; its parameters must be alike on all ranks.
             num_heads: as in the constructor.
             num_kv_heads: as in the constructor; head_dim follows from linear's out_features.
             group: as in the constructor.
@@ -123,8 +123,8 @@ class UlyssesQKV(UlyssesLinear):
 
         Args:
             x: this rank's tokens.
-            tokens: how many there are on all ranks, of which each has what torch.chunk gives it, as by `shard_tokens`;
-                or a sequence of how many each rank has. None: all have as many.
+            tokens: their number on all ranks, cut as by torch.chunk and `shard_tokens`; or a sequence with the number
+                on each rank. None: equal on all ranks.
 
         Raises the errors of `matmul_all_to_all`.
         """
@@ -159,9 +159,9 @@ class UlyssesQKV(UlyssesLinear):
         return {"scatter_ranges": kv_ranges(self.num_heads, self.num_kv_heads, self.group_size)}
 
     def _repeated(self, kv: Tensor, rank: int) -> Tensor:
-        """kv [..., heads, head_dim] with a head for each of q's, unless as many of these read each head of kv.
+        """Repeat kv's heads [..., heads, head_dim], one for each of q's, unless all are read by equally many of q's.
 
-        The backward adds up a rank's repeats in float32 and rounds the sum to x's dtype, in which it travels.
+        The backward adds up a rank's repeats in float32 and rounds the sum to x's dtype for the exchange.
         """
         counts = repeats(self.num_heads, self.num_kv_heads, self.group_size, rank)
         if counts is None:
@@ -183,16 +183,16 @@ class UlyssesOut(UlyssesLinear):
     in one `all_to_all_matmul`.
 
     Args:
-        num_heads: how many heads the attention has, of which a rank has those that `UlyssesQKV` gives it.
+        num_heads: the number of heads of the attention; a rank has the heads that `UlyssesQKV` returns.
         head_dim: the features of a head.
         out_features: the size of the result's last dim.
         bias: whether there is one.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        device: that of the parameters, as in nn.Linear.
-        dtype: that of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
+        device: of the parameters, as in nn.Linear.
+        dtype: of the parameters, as in nn.Linear; the ops take float32, float16, bfloat16 and, unfused, float64.
 
     Attributes:
-        weight: the replicated [out_features, num_heads * head_dim]; its gradient is that of this rank's tokens.
+        weight: the replicated [out_features, num_heads * head_dim]; its gradient is of this rank's tokens.
         bias: the replicated [out_features], or None; its gradient likewise.
         save_exchanged: True; set to False, the backward exchanges x again and nothing that the forward received is
             kept.
@@ -232,7 +232,7 @@ class UlyssesOut(UlyssesLinear):
         """Make the layer with a copy of an nn.Linear's parameters.
 
         Args:
-            linear: the nn.Linear, whose parameters must be alike on all ranks.
+            linear: the nn.Linear; its parameters must be alike on all ranks.
             num_heads: as in the constructor; head_dim follows from linear's in_features.
             group: as in the constructor.
 
@@ -255,7 +255,7 @@ class UlyssesOut(UlyssesLinear):
 
         Args:
             x: this rank's heads of all tokens.
-            tokens: a sequence of how many each rank gets; None, or how many there are: what torch.chunk gives it.
+            tokens: a sequence with the number of each rank; None, or their total: cut as by torch.chunk.
 
         Raises ValueError for an x of another shape, and the errors of `all_to_all_matmul`.
         """
@@ -293,5 +293,4 @@ def _head_dim(name: str, size: int, count: int, what: str) -> int:
 
 
 def _scattered_heads(num_heads: int, splits: Sequence[int]) -> dict[str, Any]:
-    """What blocks of one size need not be given."""
     return {} if num_heads % len(splits) == 0 else {"scatter_splits": splits}

@@ -58,9 +58,7 @@ class UlyssesLinear(nn.Module):
 
     @property
     def partial_gradients(self) -> tuple[str, ...]:
-        """The names of the parameters whose gradient after a backward is this rank's part, not yet the sum over
-        ranks: all of them. `sum_replicated_gradients` adds them up.
-        """
+        """Names of parameters with only this rank's part of the gradient: all. See `sum_replicated_gradients`."""
         return tuple(name for name, _ in self.named_parameters())
 
     def reset_parameters(self) -> None:
@@ -83,7 +81,7 @@ class UlyssesLinear(nn.Module):
             raise TypeError(f"a {type(self).__name__} must compute what a plain nn.Linear does, got one of which {why}")
         for hook in self._forward_pre_hooks.values():
             if isinstance(hook, _MAKERS):
-                hook(self, ())  # the weight that it made in the last forward may be older than what it is made of
+                hook(self, ())  # the weight that it made in the last forward may be older than its factors
         weight, bias = self.weight, self.bias
         linear = nn.Linear(self.in_features, self.out_features, bias is not None, "meta", weight.dtype)
         for name, value in (("weight", weight), ("bias", bias)):
@@ -101,7 +99,7 @@ class UlyssesLinear(nn.Module):
         if has_users([*hooks, *self._backward_pre_hooks.values()]) or has_parameter_hooks(self):
             return "it, or a parameter of it, has hooks"
         held = {*self._modules} - {"parametrizations"}
-        if len(pre_hooks) == len(self._forward_pre_hooks):  # otherwise some of these are what the weight is made of
+        if len(pre_hooks) == len(self._forward_pre_hooks):  # otherwise some of these are factors of the weight
             held |= {*self._parameters, *self._buffers} - {*PARAMETERS}
         return f"it has {', '.join(sorted(held))}" if held else None
 

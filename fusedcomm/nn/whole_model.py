@@ -18,8 +18,8 @@ from fusedcomm.parallel.plain_modules import PARAMETERS
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return ``model.state_dict()``, with the whole plain tensor in place of each DTensor, as the plain model has them.
 
-    It is a collective, DTensor after DTensor: every rank calls it, with the same model. What was not gathered is the
-    model's own memory, as in ``state_dict()``.
+    It is a collective, DTensor after DTensor: every rank calls it, with the same model. Other values alias the model's
+    memory, as in ``state_dict()``.
 
     Args:
         model: any module, with layers of `fusedcomm.nn`, of torch's or this package's tensor parallel styles, of FSDP2.
@@ -44,30 +44,28 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] = (), group: Group = None) -> None:
     """Add up, over each layer's group, the gradients that are only this rank's part. Call it once after the backward.
 
-    A replicated parameter that acts on a rank's tokens alone has a gradient of these tokens alone, as those of
-    `UlyssesQKV` and `UlyssesOut` have. A model's other plain parameters need it too where they act on a rank's tokens
-    alone, for instance those of norms: name them in ``also``. DTensors, as the styles of `fusedcomm.parallel` make
-    them, do not. Nor is it needed where a wrapper reduces gradients over the same ranks already, as
-    DistributedDataParallel and FSDP2 do; their average is 1 / R of this sum. Under FSDP2 over other ranks it adds up
-    this rank's shards of the gradients.
+    A replicated parameter that acts on a rank's tokens alone, as in `UlyssesQKV` and `UlyssesOut`, has a gradient of
+    these tokens alone. Name a model's other plain parameters with such gradients, for instance of norms, in ``also``.
+    DTensors, as the styles of `fusedcomm.parallel` make them, do not need it, nor do gradients that a wrapper reduces
+    over the same ranks already, as DistributedDataParallel and FSDP2 do; their average is 1 / R of this sum. Under
+    FSDP2 over other ranks it adds up this rank's shards of the gradients.
 
-    Every parameter below such a layer counts as its own: those that parametrizations and pruning make its weight of,
-    those of an adapter inside it.
+    Every parameter below such a layer counts as its own, also the parameters of parametrizations, pruning and adapters.
 
-    It is a collective per parameter, in the order of model.parameters(), then of ``also``, after a small one in which
-    the ranks tell each other which gradients they have. Where a rank has none it counts as zeros, and the rank gets the
-    sum; where no rank has one it stays None. Sparse gradients stay sparse if all that there are are sparse. With
-    gradient accumulation, call it after the last backward.
+    It is a collective per parameter, in the order of model.parameters(), then of ``also``, after a small one that
+    exchanges which gradients the ranks have. A missing gradient counts as zeros, and its rank gets the sum; where
+    no rank has one it stays None. Sparse gradients stay sparse if all existing ones are sparse. With gradient
+    accumulation, call it after the last backward.
 
     Args:
         model: any module with layers of `fusedcomm.nn`.
-        also: other parameters, whose gradients are summed over ``group``: the same on all ranks, in one order.
-        group: that of ``also``: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for
-            WORLD.
+        also: other parameters to sum over ``group``: the same on all ranks, in one order.
+        group: the group of ``also``: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None
+            for WORLD.
 
     Raises:
-        ValueError: on every rank, if on one a parameter is a DTensor on a mesh with other ranks of the group, which has
-            reduced its gradient over them; or if ranks name other parameters, or their gradients have other dtypes.
+        ValueError: on every rank, if on one a parameter is a DTensor on a mesh with other ranks of the group: its
+            gradient is reduced already; or if ranks name other parameters, or their gradients have other dtypes.
         TypeError: on such a rank, and ValueError on the others, if the weight of a layer is made of parameters outside
             of it, or ``also`` names something else.
 
@@ -100,7 +98,7 @@ def sum_replicated_gradients(model: nn.Module, *, also: Iterable[nn.Parameter] =
 
 
 def _groups(model: nn.Module, also: list[nn.Parameter], group: Group) -> list[str]:
-    """The groups over which there may be gradients to sum, in an order that is the same on all ranks."""
+    """The groups to sum over, in the same order on all ranks."""
     layers = [each for each in model.modules() if isinstance(each, UlyssesLinear)]
     return [*(each._group() for each in layers), *([resolve(group)[1]] if also else [])]
 
