@@ -1,8 +1,8 @@
-"""The gradient of an input of linear layers, which is multiplied only where something reads it.
+"""The gradient of an input of linear layers, multiplied lazily, when something reads it.
 
-`whole_of` makes the x that layers share. Its gradient is a sum of products, which one op multiplies and sums over
-ranks. Hooks, retained gradients and other users of x on the way read the numbers, or change them, on one rank too: then
-the sum is made first, and the op sends it as it sends products.
+`whole_of` makes the x that layers share. Its gradient is a sum of products; one op multiplies and sums them over ranks.
+Hooks, retained gradients and other users of x on the way read the numbers, or change them, perhaps on one rank alone:
+then the sum is made first, and the op sends it as it sends products.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _PASSED_ON = ("ViewBackward", "UnsafeViewBackward", "AliasBackward", "BackwardHo
 
 
 def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None, k: int) -> DTensor:
-    """``whole`` as x replicated. ``gather_dim``: None where x is replicated already. ``k``: the K by which all ranks
-    plan the op of its gradient.
-    """
+    """``whole`` as x replicated. ``gather_dim``: None if x is replicated already. ``k``: K in the gradient's plan."""
     return _Whole.apply(x, [whole], gather_dim, k)  # type: ignore[no-any-return]
 
 
@@ -109,7 +107,7 @@ def _as_product(local: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _read_what_is_kept(sums: list[weakref.ref[_Sum]]) -> None:
-    """Multiply what hooks have kept of a backward that has ended, before a weight changes."""
+    """Multiply the factors that hooks still hold of an ended backward, before a weight changes."""
     for each in [ref() for ref in sums]:
         if each is not None:
             each.read()
@@ -121,7 +119,7 @@ class _Factor(NamedTuple):
 
 
 class _Sum:
-    """``grad @ weight`` over factors, and ``rest``: [M, K]. ``parts_of``: the sums that this was made of."""
+    """``grad @ weight`` over factors, and ``rest``: [M, K]. ``parts_of``: the sums that make up this one."""
 
     def __init__(self, factors: list[_Factor], rest: Tensor | None, parts_of: list[weakref.ref[_Sum]]) -> None:
         self.factors, self.rest, self.parts_of = factors, rest, parts_of
@@ -143,7 +141,7 @@ class _Sum:
         return value
 
     def parts(self) -> tuple[list[_Factor], Tensor | None]:
-        """Factors, and what is to be added; no factors once their sum was written."""
+        """Returns (factors, rest to add), or ([], sum) once the sum was written."""
         if self.factors and self.unwritten is not None:
             pair = self.unwritten.view(torch.uint8), self.read().view(torch.uint8)  # NaN is no other value than it was
             if not torch.equal(*pair):
@@ -166,7 +164,7 @@ def _of_the_numbers(name: str) -> Any:
 
 
 class WhenRead(Tensor):
-    """The local tensor of such a gradient; views share its sum."""
+    """The local tensor of a lazy gradient; views share its sum."""
 
     terms: _Sum
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

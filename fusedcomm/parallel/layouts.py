@@ -1,4 +1,4 @@
-"""Placements on a 1-D mesh: what a style declares, and what a tensor has."""
+"""Placements on a 1-D mesh, as declared by a style and as found on a tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def annotated(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement]) -> DTen
 
 
 def from_part(part: Tensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
-    """The contiguous DTensor of ``shape`` of which a rank has ``part``."""
+    """The contiguous DTensor of ``shape`` with ``part`` as this rank's local tensor."""
     whole: dict[str, Any] = {}
     if isinstance(placement, Shard) and shape[placement.dim] % mesh.size():
         whole = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
@@ -28,7 +28,7 @@ def from_part(part: Tensor, mesh: DeviceMesh, placement: Placement, shape: Seque
 
 
 def normalized(layouts: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
-    """With dims that count from the start, as those of a DTensor do."""
+    """Layouts with nonnegative dims, as in a DTensor."""
     return tuple(Shard(each.dim % ndim) if type(each) is Shard else each for each in layouts)
 
 
@@ -73,7 +73,7 @@ def why_elsewhere(x: Tensor, mesh: DeviceMesh) -> str | None:
 
 
 def gather_size_of(x: DTensor, gather_dim: int) -> int | None:
-    """What the ops are told of parts that differ in size: DTensors are cut as torch.chunk cuts."""
+    """The ops' gather_size for a DTensor, cut as by torch.chunk; None if its shards are even."""
     size = x.shape[gather_dim]
     return size if size % x.device_mesh.size() else None
 

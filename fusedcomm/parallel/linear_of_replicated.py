@@ -1,4 +1,4 @@
-"""Linear layers next to one another whose x all ranks hold alike. Only their backward communicates."""
+"""Sibling linear layers of one replicated x. Only their backward communicates."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _LinearsOfReplicated(torch.autograd.Function):
 
 
 def autocast(*tensors: Tensor | None) -> list[Any]:
-    """The tensors in autocast's dtype, made outside of the autograd.Function, whose backward runs without autocast."""
+    """Cast to autocast's dtype, outside of the autograd.Function: its backward runs without autocast."""
     device_type = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)

@@ -1,4 +1,4 @@
-"""Modules whose calls run the forward of their class: none is overridden, patched, or set on the instance."""
+"""Checks that calling a module runs the forward of its class: not overridden, patched, or set on the instance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HOOKS = (
 
 
 def is_defined_in(function: Callable[..., Any], *modules: ModuleType) -> bool:
-    """False for what was patched, also by a wrapper that has taken over the name of what it wraps."""
+    """False for a patched function, also for a wrapper made by functools.wraps."""
     return any(getattr(function, "__globals__", None) is vars(module) for module in modules)
 
 
@@ -72,7 +72,7 @@ def why_not_plain_call(linear: nn.Linear) -> str | None:
 
 
 def has_users(hooks: Iterable[Any]) -> bool:
-    """Whether some are not torch's, as those of FSDP2 are."""
+    """Whether any hook is neither torch's (as FSDP2's are) nor fusedcomm's."""
     return any(not str(getattr(each, "__module__", "")).startswith(("torch.", "fusedcomm.")) for each in hooks)
 
 
@@ -82,7 +82,7 @@ def has_parameter_hooks(module: nn.Module) -> bool:
 
 
 def why_on_any_rank(why: str | None, pg: ProcessGroup) -> str | None:
-    """``why``, or that another rank has one: a hook that one rank alone has may not change what all ranks run."""
+    """``why``, or that another rank has one: all ranks must take the same path."""
     with unset_fake_temporarily():
         found = torch.tensor([why is not None], dtype=torch.int32, device=c10d._get_object_coll_device(pg))
         dist.all_reduce(found, dist.ReduceOp.MAX, group=pg)

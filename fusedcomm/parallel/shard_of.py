@@ -12,8 +12,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def shard_of(t: DTensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-    """``t.to_local(grad_placements=grad_placements)`` for t without partial sums. That of torch 2.11 makes zeros of a
-    gradient that is None, and loses what a second derivative needs."""
+    """``t.to_local(grad_placements=grad_placements)`` for t without partial sums. torch 2.11's turns a gradient of
+    None into zeros, and breaks double backward."""
     if torch.compiler.is_compiling():
         return t.to_local(grad_placements=grad_placements)
     return _ShardOf.apply(t, grad_placements)  # type: ignore[no-any-return]

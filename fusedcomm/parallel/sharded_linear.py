@@ -1,7 +1,7 @@
 """The linear layers that `ColwiseParallel` and `RowwiseParallel` make of an nn.Linear.
 
-Parameters are DTensors on a 1-D mesh of R ranks. A layer decides by placements and sizes alone, which are the same on
-all ranks, whether an op runs on the local tensors or torch's own DTensor path does. `explain_layers` tells why.
+Parameters are DTensors on a 1-D mesh of R ranks. A layer runs an op on the local tensors, or torch's DTensor path,
+depending on placements and sizes alone: these are equal on all ranks. `explain_layers` tells why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Layer = TypeVar("_Layer", bound="ShardedLinear")
 
 
 class ShardedLinear(nn.Linear):
-    """What the two layers have in common: the layouts that their style declares."""
+    """The base of both layers, with the layouts of their style."""
 
     input_layouts: tuple[Placement, ...]
     output_layouts: tuple[Placement, ...]
@@ -52,7 +52,7 @@ class ShardedLinear(nn.Linear):
 
     @classmethod
     def convert(cls: type[_Layer], linear: nn.Linear, style: Any) -> _Layer:
-        """Make ``linear``, whose parameters are DTensors already, one of these."""
+        """Make ``linear`` an instance of this class; its parameters are DTensors already."""
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear.input_layouts, linear.output_layouts = style.input_layouts, style.output_layouts
@@ -82,7 +82,7 @@ class ShardedLinear(nn.Linear):
 
 
 class ColwiseLinear(ShardedLinear, SharingLinear):
-    """An nn.Linear of whose output features each rank computes a block. It equals, for x as a DTensor::
+    """An nn.Linear with its output features sharded over ranks. It equals, for x as a DTensor::
 
         y = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
         return y.redistribute(placements=output_layouts)
@@ -96,7 +96,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         input_layouts: how an x lies that is no DTensor.
         output_layouts: how the result lies.
         use_local_output: whether the result is a plain tensor.
-        ran: what its last call outside of torch.compile ran, and why.
+        ran: the op or path of its last call outside of torch.compile, and why.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
 
 
 class RowwiseLinear(ShardedLinear):
-    """An nn.Linear of whose input features each rank has a block. It equals, for x as a DTensor::
+    """An nn.Linear with its input features sharded over ranks. It equals, for x as a DTensor::
 
         y = F.linear(x.redistribute(placements=[Shard(-1)]), weight, bias)
         return y.redistribute(placements=output_layouts)
@@ -153,7 +153,7 @@ class RowwiseLinear(ShardedLinear):
         input_layouts: how an x lies that is no DTensor.
         output_layouts: how the result lies.
         use_local_output: whether the result is a plain tensor.
-        ran: what its last call outside of torch.compile ran, and why.
+        ran: the op or path of its last call outside of torch.compile, and why.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class RowwiseLinear(ShardedLinear):
         return self._laid_out(y, mesh, normalized(self.output_layouts, x.ndim)[0], x.shape)
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
-        """What this rank keeps of the sum, or None where no op makes it."""
+        """This rank's part of the sum, or None where no op makes it."""
         (placement,) = self.output_layouts
         scatter_dim = token_dim(placement, x.ndim)
         why = why_not_sharded(self, mesh, 1) or why_elsewhere(x, mesh) or why_no_rows(x)
@@ -190,11 +190,10 @@ class RowwiseLinear(ShardedLinear):
 
 
 def explain_layers(module: nn.Module) -> dict[str, str]:
-    """What each layer of `ColwiseParallel` and `RowwiseParallel` in ``module`` ran in its last call, and why.
+    """Return the op that each layer of `ColwiseParallel` and `RowwiseParallel` in ``module`` ran last, and why.
 
-    Linears that these styles have left to torch are among them, and modules that `PrepareModuleInput` has.
-
-    Calls inside torch.compile are not among them: `fusedcomm.compile.report` lists what was compiled.
+    Linears and modules that these styles and `PrepareModuleInput` have left to torch are listed too; calls inside
+    torch.compile are not: `fusedcomm.compile.report` lists them.
 
     Args:
         module: any module.

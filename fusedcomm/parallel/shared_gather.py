@@ -1,8 +1,8 @@
 """One gather, and one sum of gradients, for the linear layers that take the same x: q, k and v, gate and up.
 
 `PrepareModuleInput` gathers x when its module is called, by one op that also makes the results of the `ColwiseLinear`
-layers in the module. A layer that is called with x, or a view of it, takes its result, or multiplies what was gathered.
-So what ranks exchange depends on none of what a rank does inside the module: its hooks, its writes, its checkpoints.
+layers in the module. A layer that is called with x, or a view of it, takes its result, or multiplies the gathered x.
+So the exchange does not depend on hooks, writes or checkpoints of a rank inside the module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fusedcomm.parallel.unwritten import counts_of, is_cast
 class SharingLinear(nn.Linear):
     """A layer that can take part.
 
-    ``passed_over``: the inputs of its module, counted from 0, of which no rank took its result in the module's first
+    ``passed_over``: indices of the module's inputs for which no rank took this layer's result in the module's first
     call; None before that.
     """
 
@@ -66,16 +66,16 @@ class Offers:
             gather_dim = token_dim(x.placements[0], x.ndim)
             if gather_dim is None or x.device_mesh != mesh:
                 return None
-        elif isinstance(x, DTensor):  # whoever has made it adds up what its gradient's users leave Partial
+        elif isinstance(x, DTensor):  # its producer adds up a Partial gradient
             return None
         self.made.append(SharedGather(annotated(x, mesh, (layout,)), gather_dim, self.layers, len(self.made)))
         return self.made[-1].whole
 
     def end(self, learn: bool) -> None:
-        """``learn``: from now on make ahead only what a rank has taken in this call."""
+        """``learn``: from now on compute ahead only results that a rank took in this call."""
         if learn and any(each.ahead for each in self.made) and any(each.passed_over is None for each in self.layers):
             self._learn(self.made[0].mesh)
-        while _calls.running and _calls.running.pop() is not self:  # what a KeyboardInterrupt has left
+        while _calls.running and _calls.running.pop() is not self:  # calls left by a KeyboardInterrupt
             pass
 
     def _learn(self, mesh: DeviceMesh) -> None:
@@ -95,7 +95,7 @@ def running_call(module: nn.Module) -> Offers | None:
 
 
 class SharedGather:
-    """An x, and the results of layers for it. ``index``: which of the inputs of its module it is."""
+    """An x, and the results of layers for it. ``index``: its index among the inputs of its module."""
 
     def __init__(self, x: DTensor, gather_dim: int | None, layers: Layers, index: int) -> None:
         self.mesh, self.gather_dim, self.layers, self.taken = x.device_mesh, gather_dim, layers, set[SharingLinear]()
@@ -139,7 +139,7 @@ class _Result(NamedTuple):
 
 
 def taken_from(x: DTensor, linear: SharingLinear) -> tuple[Tensor | None, str]:
-    """The result of ``linear`` for x if an op has made it for several layers, and what has run."""
+    """Returns (result of ``linear`` for x if an op made it ahead, note of the op that ran)."""
     for each in [shared for call in reversed(_calls.running) for shared in call.made]:
         if each.gather_dim is None and linear in each.layers and _same_memory(x, each.whole):
             return None, "matmul_all_reduce in the backward, shared, as all ranks hold x"
@@ -169,7 +169,7 @@ def _same_memory(x: DTensor, whole: DTensor) -> bool:
 
 
 def _state(linear: SharingLinear, whole: DTensor) -> tuple[object, ...]:
-    """Facts on which a result depends besides the tensors: writes to them, and modes."""
+    """State that a result depends on besides the tensors: version counters and modes."""
     tensors = [t for t in (whole, linear.weight, linear.bias) if t is not None]
     counts = [each for t in tensors for each in counts_of(t)]
     device_type = whole.device.type

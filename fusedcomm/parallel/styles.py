@@ -1,4 +1,4 @@
-"""The styles of `torch.distributed.tensor.parallel` whose linear layers run ops of this package."""
+"""The styles of `torch.distributed.tensor.parallel`, with linear layers that run ops of this package."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _OF_INPUT = ("_apply", "_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
-    """``torch.distributed.tensor.parallel.ColwiseParallel``, which makes a `ColwiseLinear` of an nn.Linear.
+    """``torch.distributed.tensor.parallel.ColwiseParallel``, turning an nn.Linear into a `ColwiseLinear`.
 
-    Other modules are torch's own matter: subclasses of nn.Linear, and linears whose forward is wrapped, or which have
-    forward or backward hooks. So is any module if the style is derived from this one and prepares inputs or outputs in
-    its own way. `explain_layers` tells why.
+    Other modules are left to torch: subclasses of nn.Linear, and linears with a wrapped forward, or with forward or
+    backward hooks; and any module if a derived style overrides how inputs or outputs are prepared. `explain_layers`
+    tells why.
 
     Args:
         input_layouts: how an x lies that is no DTensor; Replicate() by default.
@@ -48,11 +48,11 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
-    """``torch.distributed.tensor.parallel.RowwiseParallel``, which makes a `RowwiseLinear` of an nn.Linear.
+    """``torch.distributed.tensor.parallel.RowwiseParallel``, turning an nn.Linear into a `RowwiseLinear`.
 
-    Other modules are torch's own matter: subclasses of nn.Linear, and linears whose forward is wrapped, or which have
-    forward or backward hooks. So is any module if the style is derived from this one and prepares inputs or outputs in
-    its own way. `explain_layers` tells why.
+    Other modules are left to torch: subclasses of nn.Linear, and linears with a wrapped forward, or with forward or
+    backward hooks; and any module if a derived style overrides how inputs or outputs are prepared. `explain_layers`
+    tells why.
 
     Args:
         input_layouts: how an x lies that is no DTensor; Shard(-1) by default.
@@ -71,23 +71,23 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
 
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
-    """``torch.distributed.tensor.parallel.PrepareModuleInput``, by which the layers of a module share one op.
+    """``torch.distributed.tensor.parallel.PrepareModuleInput``, with one op shared by the layers of a module.
 
-    An input that is to be gathered along its tokens is gathered when the module is called, as torch does it, by one op
-    that also makes the results of the `ColwiseLinear` layers in the module; who reads it gets what was gathered. The
-    gradient of such an input, or of one that all ranks hold alike, is summed by one op for all layers. Ranks agree in
-    the first call of the module which layers take which input. Under torch.compile, and with ``use_local_output``,
-    inputs are prepared as torch does, and `fusedcomm.compile` finds what layers share.
+    An input to gather along its tokens is gathered when the module is called, as in torch, by one op that also makes
+    the results of the `ColwiseLinear` layers in the module; other readers get the gathered input. The gradient of such
+    an input, or of a replicated one, is summed by one op for all layers. Ranks agree in the first call of the module
+    which layers take which input. Under torch.compile, and with ``use_local_output``, inputs are prepared as in torch,
+    and `fusedcomm.compile` finds shared gathers.
 
     Args:
-        input_layouts: how the inputs lie that are no DTensors; None for those that are left as they are.
+        input_layouts: how the inputs lie that are no DTensors; None leaves an input as it is.
         desired_input_layouts: how the module wants them.
         input_kwarg_layouts: as input_layouts, by name.
         desired_input_kwarg_layouts: as desired_input_layouts, by name.
         use_local_output: whether the module is given plain tensors.
     """
 
-    _offers: Offers | None = None  # those of the call whose inputs are being prepared
+    _offers: Offers | None = None  # of the call that is being prepared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not as_expected() or _is_left(module, device_mesh, _why_not_own(self, *_OF_INPUT)):
@@ -107,7 +107,7 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
 
 
 def _why_not_own(style: torch_styles.ParallelStyle, *methods: str) -> str | None:
-    """Why ``style`` does something else than torch's, whose ``methods`` the layers here stand for, or None."""
+    """Why a method of ``style`` among ``methods`` is not torch's or this module's, or None."""
     theirs = next(cls for cls in type(style).__mro__ if cls.__module__ == torch_styles.__name__)
     for method in methods:
         if not is_defined_in(getattr(theirs, method), torch_styles):
@@ -118,7 +118,7 @@ def _why_not_own(style: torch_styles.ParallelStyle, *methods: str) -> str | None
 
 
 def _is_left(module: nn.Module, mesh: DeviceMesh, why: str | None) -> bool:
-    """Whether ``module`` is torch's matter on all ranks, as it is if any of them says why."""
+    """Whether ``module`` is left to torch on all ranks, as any rank has a ``why``."""
     if mesh.ndim == 1 and mesh.size() > 1 and mesh.get_coordinate() is not None:
         why = why_on_any_rank(why, mesh.get_group())
     if why is not None:
@@ -144,7 +144,7 @@ class _Prepare:
 
 
 def _layers_in(module: nn.Module) -> list[SharingLinear]:
-    """The layers whose nearest prepared ancestor is ``module``."""
+    """The layers in ``module``, not in a prepared module below it."""
     found: list[SharingLinear] = []
     seen, parents = {module}, [module]
     for parent in parents:  # it grows
@@ -161,7 +161,6 @@ def _layers_in(module: nn.Module) -> list[SharingLinear]:
 
 
 def _after(module: nn.Module, args: Any, result: Any) -> None:
-    """``result``: None where the module has raised."""
     call = None if torch.compiler.is_compiling() else running_call(module)
     if call is not None:
         call.end(learn=result is not None)

@@ -1,4 +1,4 @@
-"""The private parts of torch's styles that those of this package are built on, compared with the installed torch."""
+"""Private parts of torch's styles that this package's styles depend on, compared with the installed torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LAYOUTS = {
 
 
 def changed() -> str | None:
-    """What the installed torch has otherwise, or None."""
+    """The first expected part that the installed torch lacks, or None."""
     for name, parameters in _METHODS.items():
         style, method = name.split(".")
         function = getattr(getattr(torch_styles, style), method, None)

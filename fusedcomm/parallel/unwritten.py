@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 
 def unwritten(y: Tensor, x: Tensor, weight: Tensor, keeps_x: bool = True) -> Tensor:
-    """y, a product of ``x`` and ``weight``, whose backward raises if a DTensor that it needs was written meanwhile.
+    """Make the backward of y = x @ weight raise if a DTensor that it needs was written meanwhile.
 
-    ``keeps_x``: whether the gradient of the weight is made of x itself, and not of what was gathered from it.
+    ``keeps_x``: whether the gradient of the weight is made of x itself, not of the gathered x.
     """
     if torch.compiler.is_compiling() or not y.requires_grad:
         return y
@@ -39,7 +39,7 @@ def counts_of(t: Tensor) -> list[Tensor]:
 
 
 def is_cast(t: Tensor) -> bool:
-    """Whether autocast has made a copy of t, which the backward then needs in its place."""
+    """Whether autocast has made a copy of t: the backward then needs that instead."""
     device_type = t.device.type
     if not torch.is_autocast_enabled(device_type):
         return False
