@@ -1,4 +1,4 @@
-"""`redistribute` and `redistribute_plan`: what users call."""
+"""The public functions `redistribute` and `redistribute_plan`."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ def redistribute(
         return dtensor.redistribute(device_mesh, placements, async_op=async_op,
                                     forward_dtype=forward_dtype, backward_dtype=backward_dtype)
 
-    Values, shapes and placements are those of torch; it is differentiable any number of times and can be compiled.
-    Where torch communicates a mesh dim at a time, this takes at once what it can, also of uneven shards, in any order:
-    mostly one collective, and never more than torch. Reductions over several mesh dims give replicas that are equal bit
-    by bit.
+    Values, shapes and placements equal torch's; it is differentiable any number of times and can be compiled. Where
+    torch communicates one mesh dim at a time, this joins mesh dims, also for uneven shards, in any order: mostly one
+    collective, and never more than torch. Reductions over several mesh dims give replicas that are equal bit by bit.
 
-    The first call on a mesh, and the first that takes certain mesh dims at once, is a collective of all its ranks, as
-    it makes process groups. A rank that is not in the mesh gets its empty part back.
+    The first call on a mesh, and the first that joins certain mesh dims, is a collective of all its ranks, as it makes
+    process groups. A rank that is not in the mesh gets its empty part back.
 
     Args:
         dtensor: a DTensor of any shape and dtype, evenly sharded or not.
-        device_mesh: that of the dtensor, which is the default.
+        device_mesh: the mesh of the dtensor, and the default.
         placements: a list with one per dim of the mesh: Replicate(), Shard(dim), or the Partial that is there already;
             it must be given.
         async_op: whether the call returns without waiting for the last collective where its result needs no
-            rearranging; what uses the result waits.
-        forward_dtype: the dtype that is sent, and that of the result; None: the dtensor's.
-        backward_dtype: the dtype in which gradients are sent; None: the dtensor's.
+            rearranging; the first use of the result waits.
+        forward_dtype: the dtype of the payload and of the result; None: the dtensor's.
+        backward_dtype: the dtype of the gradients' payload; None: the dtensor's.
 
     Returns:
         A DTensor on the same mesh, with these placements. Its local tensor has memory of its own, and is contiguous
         where a plan of fusedcomm made it.
 
-    What only torch knows is left to torch and logged once with the reason: other placements, sizes unknown when a graph
-    is compiled, ranks not ascending along a mesh dim that shards.
+    Unsupported cases are left to torch and logged once with the reason: other placements, sizes unknown when a graph is
+    compiled, ranks not ascending along a mesh dim that shards.
 
     Raises:
         TypeError: no DTensor, no list of placements, or no dtype.
@@ -93,7 +92,7 @@ def redistribute_plan(
     *,
     forward_dtype: torch.dtype | None = None,
 ) -> RedistributionPlan:
-    """Return what `redistribute` does with these arguments, without sending the tensor.
+    """Return the plan of `redistribute` for these arguments, without sending the tensor.
 
     The plan is the same on all ranks. The first call on a mesh is a collective of its ranks.
 
@@ -104,7 +103,7 @@ def redistribute_plan(
         forward_dtype: as in `redistribute`; bytes depend on it.
 
     Raises:
-        ValueError: what `redistribute` leaves to torch; and the errors of `redistribute`.
+        ValueError: `redistribute` leaves this case to torch; and the errors of `redistribute`.
         PeerTimeoutError: a rank of the mesh did not come to the first call within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.redistribution.dtensor import check_dtype, check_mesh, plan_of

@@ -1,10 +1,10 @@
 """Steps that take one mesh dim at a time, with successive equal ones joined: every plan is compared with these.
 
 torch goes this way where no flattened mesh is missing. If `before` cuts anything, a first pass goes from the innermost
-mesh dim outwards: a mesh dim becomes what it is in `after`, or cuts nothing if other mesh dims cut outside it now than
-in `after`. A second pass takes the mesh dims that still differ, from the outermost inwards. Successive steps are joined
-where they gather, reduce or scatter the same tensor dim alike. Exchanges are never joined, nor are reduce_scatters
-whose shards come out uneven.
+mesh dim outwards: a mesh dim becomes as in `after`, or cuts nothing if other mesh dims cut outside it now than in
+`after`. A second pass takes the mesh dims that still differ, from the outermost inwards. Successive steps are joined
+where they gather, reduce or scatter the same tensor dim alike. Exchanges are never joined, nor reduce_scatters into
+uneven shards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _innermost_first(before: Sharding) -> list[int]:
 
 
 def _next_outermost(now: Sharding, after: Sharding) -> int:
-    """The first mesh dim that is not as in ``after`` and can become so: what cuts outside it is as in ``after``."""
+    """The first mesh dim that differs from ``after`` and can change: mesh dims that cut outside it are final."""
     return next(
         i
         for i in range(len(now.mesh_shape))
@@ -75,7 +75,7 @@ def _next_outermost(now: Sharding, after: Sharding) -> int:
 
 
 def _aligned(now: Sharding, after: Sharding, mesh_dim: int) -> bool:
-    """Whether exactly those mesh dims cut outside ``mesh_dim`` now that do so in ``after``."""
+    """Whether the same mesh dims cut outside ``mesh_dim`` now and in ``after``."""
     dim = after.tensor_dims[mesh_dim]
     assert dim is not None
     return _outside(now.cuts[dim], mesh_dim) == _outside(after.cuts[dim], mesh_dim)

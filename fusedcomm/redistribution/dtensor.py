@@ -1,7 +1,7 @@
-"""The op ``fusedcomm::redistribute`` on DTensors: its kernel, which is a handler that DTensor calls, and its gradient.
+"""The op ``fusedcomm::redistribute`` on DTensors: its kernel, a handler that DTensor calls, and its gradient.
 
-Everything is decided inside the op, from what is equal on all ranks. torch.compile traces the handler, so its graphs
-have the plan's collectives.
+Everything is decided inside the op, from facts equal on all ranks. torch.compile traces the handler, so its graphs have
+the plan's collectives.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def check_dtype(name: str, dtype: torch.dtype | None) -> None:
 
 
 def version(mesh: DeviceMesh) -> str:
-    """A key of what plans on this mesh depend on besides shapes and placements; graphs are cached by it.
+    """Cache key of graphs: all inputs of plans on this mesh besides shapes and placements.
 
-    This also makes every group that a plan can need. A graph from a cache calls no handler, and nobody can tell
-    beforehand which groups its backward needs. Each process traces the program, so all ranks come by here.
+    Also makes every group that a plan can need: a cached graph calls no handler, and the groups of its backward are not
+    known beforehand. Each process traces the program, so all ranks come by here.
     """
     if mesh.get_coordinate() is None:
         return ""
@@ -73,7 +73,7 @@ version._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see plac
 
 
 def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -> RedistributionPlan:
-    """The plan of `redistribute`. Raises what `redistribute` raises, and ValueError."""
+    """The plan of `redistribute`. Raises the errors of `redistribute`, and ValueError where torch does it."""
     spec = dtensor._spec
     target = _target(spec, names)
     facts = mesh_groups.check(spec.mesh)
@@ -102,7 +102,7 @@ def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if target != now.placements:
         after = DTensorSpec(now.mesh, target, tensor_meta=now.tensor_meta)
     if moves:
-        local = local.resolve_conj().resolve_neg()  # what is sent is memory
+        local = local.resolve_conj().resolve_neg()  # the payload is plain memory
         local = _by_torch(local, now, after, async_op) if plan is None else _by_plan(local, now.mesh, plan, async_op)
     if local is held:  # autograd takes an op's result for memory of its own, which may be written
         local = local.clone(memory_format=torch.contiguous_format)
@@ -175,7 +175,6 @@ def _shardings_on(
 
 
 def _plan(facts: MeshFacts, before: Sharding, after: Sharding, dtype: torch.dtype) -> RedistributionPlan:
-    """The plan between two shardings. Raises ValueError and RuntimeError."""
     averages = any(op == "avg" and op != then for op, then in zip(before.partial, after.partial, strict=True))
     if averages and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"dtype must be of floating point to be averaged, got {dtype}")
@@ -204,7 +203,7 @@ def _group(mesh: DeviceMesh, step: Step) -> tuple[tuple[int, ...], str]:
 
 
 def _by_torch(local: Tensor, spec: DTensorSpec, target: DTensorSpec, async_op: bool) -> Tensor:
-    """torch redistributes one mesh dim at a time: what it takes at once can be wrong for uneven shards."""
+    """torch's own, one mesh dim at a time: its joined mesh dims can be wrong for uneven shards."""
     one_by_one = getattr(torch_redistribute, "disable_redistribute_transform_optimization", contextlib.nullcontext)
     with one_by_one():
         return torch_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)

@@ -1,6 +1,6 @@
-"""Packing and unpacking for steps whose pieces have one shape: blocks on dim 0, in the order of the group's ranks.
+"""Packing and unpacking of equal pieces: blocks on dim 0, in the order of the group's ranks.
 
-Mesh dims are made dims of the tensor, which is then permuted: one pass over the data, or none.
+Mesh dims become dims of the tensor, then it is permuted: one pass over the data, or none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sending:
-    """How to make a block for each member, in row-major order, from what a rank holds."""
+    """Views of a rank's local tensor that yield a block for each member, in row-major order."""
 
     shape: Shape
     selected: tuple[tuple[int, int], ...] = ()  # (dim, index), last dim first
@@ -30,7 +30,7 @@ class Sending:
 
 @dataclass(frozen=True)
 class Arriving:
-    """How to make what a rank holds from the members' blocks, in row-major order."""
+    """Views that yield a rank's local tensor from the members' blocks, in row-major order."""
 
     blocks: Shape = ()
     permuted: tuple[int, ...] | None = None  # None where they lie as in the tensor
@@ -39,11 +39,11 @@ class Arriving:
 
 @lru_cache(maxsize=4096)
 def sending(step: Step, coordinate: Coordinate) -> Sending:
-    """What this rank sends in a regular all_to_all or reduce_scatter."""
+    """How this rank packs its payload of a regular all_to_all or reduce_scatter."""
     group, local = step.mesh_dims, step.before.local_shape(coordinate)
     cutting = {i for _, tail in tails(step) for i in tail}
     repeated = [i for i in group if i not in cutting]
-    names: list[int | str] = list(repeated)  # mesh dims, and "" for what is left of a tensor dim
+    names: list[int | str] = list(repeated)  # mesh dims, and "" for the rest of a tensor dim
     sizes = [1] * len(repeated)
     for size, (_, tail) in zip(local, tails(step), strict=True):
         pieces = [step.before.mesh_shape[i] for i in tail]
@@ -65,7 +65,7 @@ def sending(step: Step, coordinate: Coordinate) -> Sending:
 
 @lru_cache(maxsize=4096)
 def arriving(step: Step, coordinate: Coordinate) -> Arriving:
-    """What arrives at this rank in a regular all_gather or all_to_all."""
+    """How this rank unpacks a regular all_gather or all_to_all."""
     group, shape = step.mesh_dims, step.after.local_shape(coordinate)
     permuted, block = [], []
     for dim, (size, (tail, _)) in enumerate(zip(shape, tails(step), strict=True)):

@@ -1,7 +1,7 @@
-"""Carries out steps: what a rank packs, sends and unpacks.
+"""Executes steps: pack, send, unpack.
 
 The ranks of a process group are sorted, while the members of a step's group are in row-major order of the mesh.
-``order`` has, for each rank of the process group, the row-major index of the member that it is.
+``order`` has, for each rank of the process group, its row-major index as a member.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Order = tuple[int, ...]
 
 
 class Sent(NamedTuple):
-    """What goes to the collective. The splits of dim 0 are None where parts are equal."""
+    """The collective's input. The splits of dim 0 are None where parts are equal."""
 
     tensor: Tensor
     input_splits: list[int] | None = None
@@ -52,7 +52,7 @@ def run(
 
 
 def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sent:
-    """What this rank gives to the collective: blocks along dim 0, but for an all_reduce. A slice is its own result."""
+    """Make the collective's input: blocks along dim 0, except for an all_reduce. A slice is its own result."""
     assert local.shape == _held_shape(step, coordinate), f"{local.shape} is not {step.before} at {coordinate}"
     if step.kind == SLICE:
         return Sent(_given(step, coordinate, local).clone(memory_format=torch.contiguous_format))
@@ -73,7 +73,7 @@ def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sen
 
 
 def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -> Tensor:
-    """This rank's part of ``step.after``. ``received``: what ``step.sends_as`` gave, or a slice's own tensor."""
+    """This rank's part of ``step.after``. ``received``: the result of ``step.sends_as``, or a slice's own tensor."""
     if step.kind == SLICE:
         return received
     if step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and step.is_regular):
@@ -95,7 +95,7 @@ def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
 
 
 def _is_stacked(step: Step, order: Order) -> bool:
-    """Whether equal blocks are sent in row-major order, so that mesh dims can be made dims of the tensor."""
+    """Whether equal blocks travel in row-major order, as `even` needs."""
     return step.is_regular and order == _row_major(step.group_size)
 
 
@@ -136,7 +136,7 @@ def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
 
 
 def _in_flight(started: Tensor) -> Tensor:
-    """A tensor that is waited for when it is used, or at once while it is traced."""
+    """A tensor that waits at its first use, or at once while it is traced."""
     from torch.distributed._functional_collectives import _maybe_wrap_tensor
 
     return _maybe_wrap_tensor(started)

@@ -1,7 +1,7 @@
-"""Process groups of several mesh dims at once, and what the ranks of a mesh have to know about each other.
+"""Process groups of several mesh dims at once, and `MeshFacts`, agreed between the ranks of a mesh.
 
-Both are made at first use, by a bounded vote on the store of WORLD, and are kept as long as WORLD lives. Which group is
-used depends only on what all its ranks have called before, and never on when Python frees a mesh: that differs by rank.
+Both are made at first use, by a bounded vote on the store of WORLD, and live as long as WORLD. The choice of a group
+depends only on earlier calls of all its ranks, never on when Python frees a mesh: that differs by rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FlatGroup:
 
 @dataclass(frozen=True)
 class MeshFacts:
-    """What is known about a mesh; it is equal on all ranks of the mesh."""
+    """Facts about a mesh, equal on all its ranks."""
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]  # global ranks, in row-major order of the mesh
@@ -93,7 +93,7 @@ def flattened(mesh: DeviceMesh, mesh_dims: tuple[int, ...], *, reduces: bool = F
     return found
 
 
-# what is kept
+# state
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _Mesh:
 
 
 class _World:
-    """What is kept as long as one WORLD group lives."""
+    """Caches that live as long as one WORLD group."""
 
     def __init__(self) -> None:
         self.facts: dict[Any, MeshFacts] = {}
@@ -194,7 +194,7 @@ def _describe(mesh: DeviceMesh) -> str:
     return f"DeviceMesh({mesh.device_type!r}, {ranks})"
 
 
-# what ranks agree on
+# votes
 
 
 def _mesh_facts(known: _Mesh) -> MeshFacts:
@@ -253,7 +253,7 @@ def same_call(op: str, t: DTensor, **arguments: Any) -> Iterator[None]:
 
 
 def _vote(purpose: str, facts: dict[str, Any], ranks: Sequence[int], what: str) -> list[dict[str, Any]]:
-    """The facts of all of ``ranks``, which are global and ascend."""
+    """The facts of all ``ranks``: global, ascending."""
     world = _world_group()
     store = group.store(world, f"redistribution/{purpose}/{_digest(ranks)}")
     return agree(store, ranks.index(world.rank()), len(ranks), facts, what=what, names=ranks)
@@ -305,7 +305,7 @@ def _group_of(mesh: DeviceMesh, known: _Mesh, mesh_dims: tuple[int, ...], ranks:
 
 
 def _existing(mesh: DeviceMesh, known: _Mesh, ranks: tuple[int, ...], backend: str) -> ProcessGroup | None:
-    """A group of these ranks, if there is one: first the user's flattened ones, then WORLD, then those of mesh dims."""
+    """A group of these ranks, if there is one: the user's flattened groups first, then WORLD, then single mesh dims."""
     root: Any = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     flat_meshes = getattr(root, "_flatten_mapping", {}).values()
     candidates = [pg for flat in flat_meshes if (pg := _only_group(flat))] + [_world_group(), *known.groups]
@@ -326,7 +326,7 @@ def _only_group(flat: DeviceMesh) -> ProcessGroup | None:
 
 
 def _make(known: _Mesh, mesh_dims: tuple[int, ...], ranks: tuple[int, ...], backend: str) -> ProcessGroup:
-    """A group of these ranks, in this order. This is a collective of them, which ends even if one of them dies."""
+    """A group of these ranks, in this order. A collective of them; it ends even if one of them dies."""
     if known.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a process group cannot be made while a CUDA graph is captured: redistribute once before it")
     like, attempt = known.groups[mesh_dims[0]], _attempts.get(ranks, 0)
@@ -351,11 +351,11 @@ def _make(known: _Mesh, mesh_dims: tuple[int, ...], ranks: tuple[int, ...], back
 def _make_together(
     name: str, ranks: tuple[int, ...], backend: str, device_type: str, like: ProcessGroup
 ) -> ProcessGroup:
-    """Either all of ``ranks`` have the group afterwards, or none keeps it."""
+    """Make the group on all of ``ranks``, or on none."""
     pg, error = None, ""
     try:
         pg = _new_group(name, ranks, backend, device_type, like)
-    except Exception as failure:  # whatever a backend raises: the other ranks must hear of it
+    except Exception as failure:  # of any backend: the other ranks must hear of it
         error = f"{type(failure).__name__}: {failure}"
     try:
         outcomes = _vote("made", {"error": error}, sorted(ranks), "fusedcomm group vote")
@@ -409,7 +409,7 @@ def _not_split(world: ProcessGroup) -> Iterator[None]:
 
 
 def _name(ranks: tuple[int, ...], attempt: int) -> str:
-    """The group's name. It is equal on all ranks and in every run, because compiled graphs are cached by it."""
+    """Equal on all ranks and in every run: compiled graphs are cached by it."""
     return f"fusedcomm_{_digest(ranks)}_{attempt}"
 
 
@@ -421,7 +421,6 @@ def _backend(pg: ProcessGroup, device_type: str) -> str:
 
 
 def _timeout(pg: ProcessGroup, device_type: str) -> timedelta | None:
-    """The group's timeout, or None where the backend does not tell."""
     try:
         return pg._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):

@@ -1,4 +1,4 @@
-"""DTensor's placements as text, which an op's schema can carry, and as a `Sharding`.
+"""DTensor's placements as text, for an op's schema, and as a `Sharding`.
 
 R          Replicate
 S(1)       Shard(1)
@@ -20,7 +20,7 @@ _PARTIAL = re.compile(r"P\((\w+)\)")
 
 
 class Unsupported(Exception):
-    """Something that torch can redistribute and this package cannot. ``what`` is the reason without values."""
+    """A case left to torch. The first argument is the reason without values."""
 
     def __init__(self, what: str, got: object) -> None:
         super().__init__(f"{what}, got {got}")
@@ -105,7 +105,7 @@ def sharding(placements: Sequence[Any], shape: Sequence[int], mesh_shape: Sequen
 
 
 def _position(sizes: Sequence[int], split_factor: int, text: str) -> int:
-    """How many of the later mesh dims, which have these sizes, cut before this one."""
+    """The number of later mesh dims, of these sizes, that cut before this one."""
     for position in range(len(sizes) + 1):
         if math.prod(sizes[:position]) == split_factor:
             return position

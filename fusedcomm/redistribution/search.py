@@ -1,4 +1,4 @@
-"""The fastest steps from one sharding to another: a search over what collectives over any mesh dims can do.
+"""The fastest steps from one sharding to another: a search over collectives over any mesh dims.
 
 In an intermediate state each mesh dim shards as before, as after, or not at all. Mesh dims that hold partial sums may
 also, for a while, shard one tensor dim innermost. If mesh dims that shard as before and others that shard as after cut
@@ -32,9 +32,9 @@ DONE = -1.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    seconds: float  # what the busiest rank takes
+    seconds: float  # of the busiest rank
     num_collectives: int
-    bytes: float  # what a rank sends, on average
+    bytes: float  # sent per rank, on average
 
     def __add__(self, other: PlanCost) -> PlanCost:
         return PlanCost(
@@ -54,20 +54,20 @@ FREE = PlanCost(0.0, 0, 0.0)
 
 @dataclass(frozen=True)
 class RedistributionPlan:
-    """What `redistribute` does, as `redistribute_plan` returns it.
+    """The steps of a `redistribute`, returned by `redistribute_plan`.
 
-    ``str()`` has a line per step, their sum, and for comparison the sum of one mesh dim at a time. Times are those of
-    the cost model (`fusedcomm/plan/cost/links.py`), not measured.
+    ``str()`` has a line per step, their sum, and for comparison the sum of one mesh dim at a time. Times come from the
+    cost model (`fusedcomm/plan/cost/links.py`), not from a measurement.
 
     Attributes:
-        steps: what is done in turn; each has a ``kind`` ("slice", "all_gather", "all_to_all", "all_reduce" or
-            "reduce_scatter") and ``mesh_dims``, the dims of the mesh over whose ranks it communicates.
+        steps: the steps in turn; each has a ``kind`` ("slice", "all_gather", "all_to_all", "all_reduce" or
+            "reduce_scatter") and ``mesh_dims``, the dims of the mesh that it communicates over.
         by_dim: the steps of one mesh dim at a time.
-        before: how the tensor lies on the mesh; its str() are the placements.
-        after: how it lies afterwards.
+        before: the sharding of the tensor on the mesh; its str() are the placements.
+        after: the sharding afterwards.
         itemsize: bytes of an element.
-        links: which links the groups of the mesh have, and how fast they are taken to be.
-        cost: what the steps take together.
+        links: the links of the mesh's groups, and their assumed rates.
+        cost: the sum of the steps' costs.
         num_collectives: the number of steps that communicate.
         bytes: bytes that a rank sends, on average.
         seconds: estimated time of the busiest rank.
@@ -90,16 +90,16 @@ class RedistributionPlan:
 
     @property
     def bytes(self) -> float:
-        """What a rank sends, on average."""
+        """Bytes that a rank sends, on average."""
         return self.cost.bytes
 
     @property
     def seconds(self) -> float:
-        """What the busiest rank takes."""
+        """Estimated time of the busiest rank."""
         return self.cost.seconds
 
     def __str__(self) -> str:
-        """A line per step, what they take together, and what one mesh dim at a time takes."""
+        """A line per step, their sum, and the sum of one mesh dim at a time."""
         lines = [
             _line(str(i), each.kind, _group(each), PlanCost.of(each, self.itemsize, self.links), each)
             for i, each in enumerate(self.steps)
@@ -170,8 +170,8 @@ class _Path:
 class _Search:
     """A best-first search (A*).
 
-    `_finish` tries at once what one more collective can do, so a state in the heap needs at least two more. A state is
-    pruned by what is left to do in any case: the latency of these collectives, and the bytes of `least_traffic`.
+    `_finish` tries all single last collectives at once, so a state in the heap needs at least two more. A state is
+    pruned by its lower bound: the latency of these collectives, and the bytes of `least_traffic`.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class _Search:
             return
         found = step(state, new)
         self.num_steps += 1
-        if found is None or found.kind == SLICE:  # a later step slices what it need not send
+        if found is None or found.kind == SLICE:  # a later step slices before it sends
             return
         for each in found.ways:
             extended = path.to(each, PlanCost.of(each, self.itemsize, self.links))
@@ -246,7 +246,7 @@ class _Search:
         return cost.num_collectives + num_more <= bound.num_collectives and cost.bytes <= bound.bytes * _ROUNDING
 
     def _wire(self, state: Sharding) -> float:
-        """The least seconds for what must still be sent from ``state`` on; DONE if nothing must be."""
+        """Lower bound of the seconds on the wire from ``state`` on; DONE if nothing must be sent."""
         found = self.wires.get(state)
         if found is None:
             traffic = least_traffic(state, self.after) * self.itemsize
@@ -255,12 +255,12 @@ class _Search:
 
 
 def _dominated(cost: PlanCost, others: list[PlanCost]) -> bool:
-    """Whether one of ``others``, all of which are as fast, has no more collectives and bytes."""
+    """Whether one of ``others``, all at least as fast, has no more collectives and bytes."""
     return any(other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in others)
 
 
 def _slices(state: Sharding, after: Sharding) -> bool:
-    """Whether each rank already holds what it needs."""
+    """Whether each rank already holds all its elements of ``after``."""
     pairs = zip(state.cuts, after.cuts, strict=True)
     return state.partial == after.partial and all(b[: len(a)] == a for a, b in pairs)
 
@@ -269,7 +269,7 @@ _BEFORE, _AFTER, _WHOLE, _MEANWHILE = range(4)
 
 
 def _states(before: Sharding, after: Sharding) -> list[Sharding]:
-    """The states between ``before`` and ``after``, without those two."""
+    """The states between ``before`` and ``after``, both excluded."""
     found: dict[Sharding, None] = {}
     for choice in itertools.product(*_choices(before, after, False)):
         found.setdefault(_state(before, after, choice, None))

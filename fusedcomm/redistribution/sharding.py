@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: which mesh dims cut which tensor dim, in which order, and which hold partial sums.
+"""Sharding of a tensor on a mesh: the mesh dims that cut each tensor dim, in order, and the ones with partial sums.
 
 A coordinate, one index per mesh dim, identifies a rank. A rank holds a box: a range per tensor dim. Mesh dims cut a
 tensor dim one inside the other, outermost first, each as torch.chunk does: the first ranks get ceil(size / n), the last
@@ -22,7 +22,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one tensor lies on one mesh. Mesh dims of one rank cut and reduce nothing, so no field names them."""
+    """Sharding of one tensor on one mesh. Mesh dims of one rank cut and reduce nothing, so no field names them."""
 
     shape: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Sharding:
         cuts: Sequence[Sequence[int]],
         partial: Sequence[str | None],
     ) -> Sharding:
-        """The Sharding with these cuts and reductions, but for those of mesh dims of one rank."""
+        """The Sharding with these cuts and reductions, without mesh dims of one rank."""
         return Sharding(
             tuple(shape),
             tuple(mesh_shape),

@@ -1,4 +1,4 @@
-"""How long one collective of a plan takes by itself, on the mesh at hand.
+"""The time of one collective of a plan by itself, on the mesh at hand.
 
     latency of its kind + bytes of the busiest rank / rate
 
@@ -41,10 +41,10 @@ def _is_by_host(hosts: Mapping[int, int], size: int) -> bool:
 
 @dataclass(frozen=True)
 class MeshLinks:
-    """What the ranks of one mesh send over.
+    """The links between the ranks of one mesh.
 
     ``mesh_ranks`` are global, in row-major order; ``ranks_per_node`` successive global ranks are a node.
-    ``inter_bandwidth`` is that between nodes, in bytes per second of one rank, one way.
+    ``inter_bandwidth``: between nodes, in bytes per second of one rank, one way.
     """
 
     mesh_ranks: tuple[int, ...]

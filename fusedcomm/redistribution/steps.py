@@ -1,22 +1,22 @@
-"""What one collective can do to a sharding, over all the mesh dims that it takes at once, and what it sends.
+"""Changes of a sharding by one collective over several mesh dims at once, and their traffic.
 
 Drop, per tensor dim, the mesh dims that both shardings share as a prefix: the tails remain. Ranks that differ only in
-the tails of `before` together hold all that each of them needs afterwards. What a rank needs are pieces of their boxes.
-Exactly one rank holds a piece, or, if the piece is to be reduced over some mesh dims, one rank per index in those. So
-one exchange over that group does every change that reduces nothing, and needs no other mesh dim:
+the tails of `before` together hold every box that one of them needs afterwards, as pieces of their own boxes. Exactly
+one rank holds a piece, or, if the piece is to be reduced over some mesh dims, one rank per index in these. So one
+exchange over that group does every change that reduces nothing, and needs no other mesh dim:
 
-    slice           no mesh dim: a rank holds what it needs
-    all_gather      all ranks of the group need all that they hold together
-    all_to_all      any other change: each rank sends each other what that one needs of its box
+    slice           no mesh dim: a rank holds its box already
+    all_gather      all ranks of the group need the union of their boxes
+    all_to_all      any other change: each rank sends each other the intersection of its box with the other's
     all_reduce      the mesh dims that are reduced cut nothing after
     reduce_scatter  all mesh dims of the group cut something after: each element is reduced by one rank of the group
 
-A change whose ranks would reduce the same element several times within the group is not one step but two.
+A change that would reduce the same element several times within the group takes two steps.
 
-A step is `regular` if the pieces that ranks send have one shape, and torch's collectives of equal parts do it. In other
-steps, an all_gather pads the boxes to the largest, an all_to_all sends pieces of the size that they have, and a
-reduce_scatter is an all_to_all whose receivers reduce in the order of the ranks. There are other `ways`: an all_gather
-can be an exchange without padding, and a reduce_scatter can pad the pieces to the largest.
+A step is `regular` if all pieces have one shape, and torch's collectives of equal parts do it. In other steps, an
+all_gather pads the boxes to the largest, an all_to_all sends pieces of their own sizes, and a reduce_scatter is an
+all_to_all with a reduction by the receiver, in the order of the ranks. There are other `ways`: an all_gather can be an
+exchange without padding, and a reduce_scatter can pad the pieces to the largest.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Step:
         return tuple(changed.get(i, c) for i, c in enumerate(coordinate))
 
     def given(self, coordinate: Coordinate) -> Box:
-        """The part of this rank's box that any rank of its group needs, where all need the same (gather, reduce)."""
+        """The part of this rank's box that its group needs, if all need the same (gather, reduce)."""
         inside = [
             before + tuple(i for i in tail if i not in self.mesh_dims)
             for before, (_, tail) in zip(self.before.cuts, tails(self), strict=True)
@@ -105,9 +105,9 @@ class Step:
 
     @cached_property
     def traffic(self) -> tuple[float, float]:
-        """Elements that a rank sends on average, and those that the busiest rank sends or receives, whichever is more.
+        """Element counts: (sent per rank on average, max(sent, received) of the busiest rank).
 
-        They are those of the group whose other coordinates are 0, since no group has larger boxes. An all_gather and a
+        Counted in the group with other coordinates 0, since no group has larger boxes. An all_gather and a
         reduce_scatter, as rings or exchanges, send (R - 1) of R parts each, and an all_reduce twice that.
         """
         if self.kind == SLICE:
@@ -159,7 +159,7 @@ def step(before: Sharding, after: Sharding) -> Step | None:
 
 
 def merged_op(ops: list[str]) -> str | None:
-    """The one reduction that does all of ``ops`` at once, or None. An avg is a sum, which is divided."""
+    """The one reduction that does all of ``ops`` at once, or None. An avg is a divided sum."""
     names = {"sum" if op == "avg" else op for op in ops}
     return names.pop() if len(names) == 1 else None
 
@@ -179,10 +179,10 @@ def _tails(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def exchanged(step: Step) -> tuple[float, float]:
-    """Elements that a rank sends in an exchange on average, and those that the busiest rank sends or receives.
+    """Element counts of an exchange: (sent per rank on average, max(sent, received) of the busiest rank).
 
-    They are those of the group whose other coordinates are 0. Each rank sends each other what that one needs of its
-    box. A mesh dim cuts at most one tensor dim, so the sum over the others is a product over tensor dims.
+    Counted in the group with other coordinates 0. A rank sends each other the intersection of its box with the other's.
+    A mesh dim cuts at most one tensor dim, so the sum over the others is a product over tensor dims.
     """
     before, after, group = step.before, step.after, step.mesh_dims
     sizes = [before.mesh_shape[i] if i in group else 1 for i in range(len(before.mesh_shape))]
@@ -200,8 +200,8 @@ def exchanged(step: Step) -> tuple[float, float]:
 def _exchanged(
     size: int, mesh_shape: tuple[int, ...], dims: tuple[int, ...], dims_after: tuple[int, ...], group: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For one tensor dim, by coordinate: what others need of what a rank holds, what others hold of what it needs, and
-    what it holds and needs. The others are one per coordinate of the group's mesh dims that cut this dim."""
+    """Element counts (send, recv, keep) along one tensor dim, by coordinate. Peers: one per coordinate of the group's
+    mesh dims that cut this dim."""
     num = len(mesh_shape)
     start, stop = (_of_group(each, group) for each in _ranges(size, mesh_shape, dims))
     start_after, stop_after = (_of_group(each, group) for each in _ranges(size, mesh_shape, dims_after))

@@ -1,4 +1,4 @@
-"""The least that the busiest rank sends or receives, whatever the steps from one sharding to another."""
+"""A lower bound of the busiest rank's traffic over all steps from one sharding to another."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fusedcomm.redistribution.sharding import Sharding, intersection, numel
 
 
 def least_traffic(before: Sharding, after: Sharding) -> float:
-    """Elements that the busiest rank sends or receives at least, whatever the steps.
+    """Lower bound of the elements that the busiest rank sends or receives, for any steps.
 
-    Where nothing is reduced, it is what a rank needs and does not hold. Summing `parts` values on one rank takes
-    `parts - 1` transfers, and each further rank that needs the sum takes one more. A rank also sends whatever it holds
-    and does not keep.
+    Without a reduction: the elements that a rank needs and does not hold. Summing `parts` values on one rank takes
+    `parts - 1` transfers, and each further rank that needs the sum takes one more. A rank also sends all elements that
+    it holds and does not keep.
     """
     sizes = before.mesh_shape
     last = tuple(size - 1 for size in sizes)

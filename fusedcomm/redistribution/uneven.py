@@ -1,4 +1,4 @@
-"""What ranks send each other in steps of any kind, even or not, and for any order of the group's ranks.
+"""Pieces that ranks exchange in steps of any kind, even or not, and for any order of the group's ranks.
 
 A piece is a box of the tensor. Pieces are sent flat, one after the other.
 """
@@ -25,7 +25,7 @@ Part = tuple[tuple[int, int, int], ...]  # (dim, start, length) for the dims tha
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one rank exchanges with each rank of the group. Lengths are in elements; an empty piece is None."""
+    """One rank's pieces from and to each rank of the group. Lengths are in elements; an empty piece is None."""
 
     sent: tuple[Part | None, ...]  # parts of this rank's box; a single one, for all, in an all_gather
     sent_lengths: list[int]
@@ -33,12 +33,12 @@ class Pieces:
     received_lengths: list[int]  # with padding
     ranks: list[Any]  # senders: [part of the reduction][piece along tensor dim 0][along dim 1]..., no empty pieces
     shape: Shape  # the result's shape
-    start: int | None  # where the result begins in what is received, if it lies there as it is
+    start: int | None  # offset of the result in the receive buffer, if it is contiguous there
 
 
 @lru_cache(maxsize=128)
 def pieces(step: Step, coordinate: Coordinate, order: tuple[int, ...]) -> Pieces:
-    """What this rank exchanges in any step with a group but all_reduce."""
+    """This rank's pieces in any step with a group except all_reduce."""
     in_rows = step.members(coordinate)
     members = [in_rows[index] for index in order]
     held, needed = step.before.box(coordinate), step.after.box(coordinate)
