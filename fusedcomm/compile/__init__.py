@@ -28,7 +28,7 @@ __all__ = ["disable", "enable", "enabled", "register_collective", "report"]
 _pass: FusedcommPass | None = None
 _commute_pass: CommutePass | None = None
 _order_pass: OrderPass | None = None  # is there with overlap=True
-_report: CompileReport | None = None  # what the last enable() began
+_report: CompileReport | None = None  # of the last enable()
 
 
 def enable(
@@ -39,7 +39,7 @@ def enable(
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
     commute: bool = True,
 ) -> None:
-    """Add the passes to torch.compile's (Inductor's), after those that are there, and begin a new `report()`.
+    """Add the passes to torch.compile's (Inductor's), after existing ones, and begin a new `report()`.
 
     Graphs compiled until `disable()` have, forward and backward, each collective that stands beside a matmul fused with
     it where an op of fusedcomm has the same result. Reductions that are added to each other become one of their sum if
@@ -49,23 +49,23 @@ def enable(
     Args:
         fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"
             and "matmul_all_reduce"; None: all.
-        overlap: whether to start collectives early too and wait for them late, merge small ones, and fuse only those
+        overlap: whether to start collectives early too and wait for them late, merge small ones, and fuse only ones
             that nothing else hides, as `fusedcomm.compile.overlap.schedule` does. The ranks agree on the estimates
-            here, so call it after ``init_process_group``. What each rank then does follows from its graph alone: ranks
+            here, so call it after ``init_process_group``. The schedule of a rank depends on its graph alone: ranks
             that share a group must compile equal graphs, equal sizes too if not dynamic.
-        estimator: how long nodes take, for graphs on its type of device. None: estimated from tuned numbers if there
-            are any, else from the default ones (`fusedcomm/plan/cost/model.py`).
+        estimator: times of nodes, for graphs on its type of device. None: estimated from tuned numbers if there are
+            any, else from the default ones (`fusedcomm/plan/cost/model.py`).
         merge: the DeviceMesh, or several. Collectives that follow each other over its dims, one mesh dim at a time, as
             DTensor writes them, become one over these dims together, which never sends more bytes. A sum is then made
             in another order. The groups of all dims together are made here, so this call is a collective of the mesh's
             ranks, which must compile equal graphs.
         commute: whether an exchange moves over ops that act on each of its blocks alone, as norms, rotary embeddings
             and streams of tokens do between a projection and attention, where it can then be fused and the cost model
-            expects a gain. Every rank's values and gradients stay those of the program, in another order of sums;
-            where ranks' programs differ there, the exchange stays, as everything that needs all ranks' consent.
+            expects a gain. Every rank's values and gradients stay the program's, in another order of sums; where ranks'
+            programs differ there, the exchange stays, as everything that needs all ranks' consent.
 
     Raises:
-        ValueError: fuse names what is no op; estimator comes without overlap; overlap comes before
+        ValueError: fuse names no op; estimator comes without overlap; overlap comes before
             ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in the type of device or
             the ranks per node of their estimates.
         PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
@@ -117,9 +117,7 @@ def enabled(
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
     commute: bool = True,
 ) -> Iterator[CompileReport]:
-    """Add the passes for what is compiled inside the ``with`` statement, backwards included; then restore what was
-    before.
-
+    """Add the passes for graphs compiled inside the ``with`` statement, backwards included, then restore the former.
     torch compiles a backward at its first use, which may come after the statement: inside it backwards are compiled
     together with their forwards (torch._functorch.config.force_non_lazy_backward_lowering). ``retain_graph=True`` then
     needs ``torch._functorch.config.donated_buffer = False``, as torch's error says.
@@ -152,7 +150,7 @@ def enabled(
 
 
 def register_collective(name: str, program: Callable[..., Any]) -> None:
-    """Say what a custom op of another package stands for, so that graphs compiled from now on have that in its place.
+    """Register the program that replaces a custom op of another package in graphs compiled from now on.
 
     DeepSpeed's ``deepspeed::dim_zero_all_to_all`` is known. Call it alike on every rank.
 
@@ -182,7 +180,7 @@ def register_collective(name: str, program: Callable[..., Any]) -> None:
 
 
 def report() -> CompileReport:
-    """Return what became of every collective of the graphs compiled by this process since the last `enable()`."""
+    """Return the outcome of every collective of the graphs compiled by this process since the last `enable()`."""
     from fusedcomm.compile.reports import CompileReport
 
     return CompileReport() if _report is None else _report

@@ -1,4 +1,4 @@
-"""What ``fusedcomm.compile.overlap`` reckons with: the name under which programs import the Estimator."""
+"""The public import of the Estimator."""
 
 from fusedcomm.compile.overlap.estimator import Estimator
 

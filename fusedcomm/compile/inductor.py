@@ -1,4 +1,4 @@
-"""fusedcomm's passes among those that Inductor runs before and after its own, which may be other people's."""
+"""Adds fusedcomm's passes to Inductor's custom passes, beside other packages' passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx import Graph
 _LISTS = hasattr(custom_graph_pass, "get_custom_graph_passes")  # torch 2.11 and 2.12 take one pass only
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())  # not in torch 2.11
 JOINT, PRE, POST = "joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
-_replaced: dict[int, Any] = {}  # by id of a pass that was added: it, the setting, what `add` set, and what was there
+_replaced: dict[int, Any] = {}  # by id of an added pass: it, the setting, the value set by `add`, and the value before
 _inductor: Any = compile_fx_module
 _compile_fx: Any = None  # torch's, while passes are added
 
@@ -37,7 +37,7 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 
 def add(custom_pass: Any, setting: str = PRE) -> None:
-    """Add a pass behind those that are set already."""
+    """Add a pass behind the passes set already."""
     global _compile_fx
     before = getattr(config, setting)
     now = _joined([*_passes(before), custom_pass])
@@ -48,7 +48,7 @@ def add(custom_pass: Any, setting: str = PRE) -> None:
 
 
 def remove(custom_pass: Any) -> None:
-    """If nobody has set passes since, what was set before `add` comes back as it was; otherwise only the pass goes."""
+    """Restore the value before `add` if nobody has set passes since; otherwise remove the pass alone."""
     _, setting, now, before = _replaced.pop(id(custom_pass))
     if not _replaced and _inductor.compile_fx is _with_passes:
         _inductor.compile_fx = _compile_fx

@@ -1,4 +1,4 @@
-"""Everything that is done to one graph, as one pass of Inductor's, with a line of the report per collective."""
+"""All passes over one graph, as one pass of Inductor's, with a line of the report per collective."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Settings:
 
 
 class FusedcommPass(CustomGraphPass):
-    """All of fusedcomm's passes. They never break a program: what cannot be done leaves the graph as it was."""
+    """All of fusedcomm's passes. They never break a program: a failure leaves the graph as it was."""
 
     def __init__(self, settings: Settings, report: CompileReport) -> None:
         self.settings = settings
@@ -89,7 +89,7 @@ class CommutePass(CustomGraphPass):
 
 
 class OrderPass(CustomGraphPass):
-    """Schedules once more after Inductor's patterns, which, for example, make an addition and a matmul one node."""
+    """Schedules once more after Inductor's patterns, as they join nodes, for example an addition and a matmul."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -159,7 +159,7 @@ class _Run:
         return []
 
     def _change(self, sequence: Sequence) -> tuple[Digest, str] | None:
-        """Merge and order; returns what ranks must agree on and who is asked, or None if nothing is to be agreed on."""
+        """Merge and order; returns (digest to agree on, group to ask), or None if nothing needs consent."""
         known = set(self.graph.nodes)
         self.fuser.normalize(gathers=True)
         written = dict(self.fuser.written)
@@ -186,7 +186,7 @@ class _Run:
         return digest, sequence.voter(sequence.groups(self.graph, None if self.scheduled else changed))
 
     def _fuse(self) -> list[Fused]:
-        """Fuse each collective with its matmul; whatever the peers do, these stay as they are if that fails."""
+        """Fuse each collective with its matmul, without the peers' consent; a failure leaves the graph as it was."""
         stock = copied(self.graph)
         reasons: list[str] = []
         fused = attempt("fuse", self._fused_and_settled, reasons=reasons)
@@ -210,7 +210,7 @@ class _Run:
         ]
 
     def _starts(self) -> dict[str, tuple[str, str]]:
-        """Kind and source of every collective, by name."""
+        """Name -> (kind, source) of every collective."""
         return {
             node.name: (str(kind), source_of(node)) for node in self.graph.nodes if (kind := collectives.kind_of(node))
         }

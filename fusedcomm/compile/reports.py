@@ -1,4 +1,4 @@
-"""What the passes did: every collective of the graphs compiled since `enable()`."""
+"""The passes' outcome: every collective of the graphs compiled since `enable()`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OP = "the op of fusedcomm that replaces it; else why it was left, or what it wa
 
 @dataclass
 class FusedCall:
-    """A call of an op in a graph: what its plan depends on."""
+    """A call of an op in a graph: the inputs of its plan."""
 
     op: str
     args: tuple[Any, ...]  # with fake tensors
-    last: str = "at the first call"  # what plan() gave last: where the group is destroyed it is still that
+    last: str = "at the first call"  # the last result of plan(), kept when the group is destroyed
 
     @staticmethod
     def of(op: str, node: Node) -> FusedCall:
@@ -58,21 +58,21 @@ class CollectiveReport:
         source: file:line of the program, where torch has kept it.
         node: its name in the graph.
         op: the op of fusedcomm that stands for it, or None.
-        reason: why it was left, or into which node it was merged; of one that is fused, over what it was moved.
+        reason: why it was left, or the node that it was merged into; if fused, the ops that it was moved over.
         saving_us: microseconds that fusing it saves per run of the graph, as the cost model estimates them
             (`fusedcomm/plan/cost/model.py`).
-        call: the arguments of the op, from which `plan` follows.
+        call: the arguments of the op, for `plan`.
         plan: how the op runs: "unfused", "chunked", "fused" or "pipelined"; known after the first call of its group.
     """
 
-    graph: str  # "forward", "backward" or "inference"
-    status: str  # "fused", "overlapped", "exposed", or "merged" into one that has a line of its own
-    collective: str  # all_to_all, all_gather, reduce_scatter, all_reduce, ...
-    source: str  # file:line of the user's program, where torch has kept it
-    node: str  # its name in the graph
-    op: str | None = None  # the op of fusedcomm that stands for it
-    reason: str = ""  # why it was left, into which node it was merged, or over what it was moved
-    saving_us: float = 0.0  # estimated, per run of the graph
+    graph: str
+    status: str
+    collective: str
+    source: str
+    node: str
+    op: str | None = None
+    reason: str = ""
+    saving_us: float = 0.0
     call: FusedCall | None = field(default=None, repr=False)
 
     @property
@@ -89,7 +89,7 @@ class CollectiveReport:
 
 @dataclass
 class CompileReport:
-    """What the passes did with each collective; ``str()`` is a table.
+    """The outcome of each collective; ``str()`` is a table.
 
     A graph that Inductor takes from its cache is not looked at again: its collectives are not listed.
 
@@ -104,7 +104,7 @@ class CompileReport:
             _kept.append(self)
 
     def __deepcopy__(self, memo: Any) -> CompileReport:
-        """Itself: Inductor copies its config at every torch.compile, our pass in it, and fake tensors cannot be."""
+        """Itself: Inductor copies its config, with our pass, at every torch.compile; fake tensors cannot be copied."""
         return self
 
     def __str__(self) -> str:

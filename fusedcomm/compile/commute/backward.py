@@ -1,4 +1,4 @@
-"""What of a joint graph belongs to the backward, and what the backward computes again instead of saving it."""
+"""The backward part of a joint graph, and recomputation in it."""
 
 from __future__ import annotations
 

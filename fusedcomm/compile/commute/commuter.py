@@ -35,8 +35,8 @@ from fusedcomm.compile.graph.views import WAIT, value
 from fusedcomm.memory.consent import YES
 from fusedcomm.plan.cost.model import DEFAULTS
 
-NOTE = "fusedcomm_moves"  # in the metadata of an exchange: over what it was moved, or why it was not
-ORIGIN = "fusedcomm_origin"  # in the metadata of a new collective: the exchanges because of which it is there, as bits
+NOTE = "fusedcomm_moves"  # in the metadata of an exchange: the ops it moved over, or why it did not
+ORIGIN = "fusedcomm_origin"  # in the metadata of a new collective: bits of the exchanges that need it
 CARRIES = "it carries"
 _FUSERS = {module.OP: module for module in (matmul_all_to_all, all_to_all_matmul)}
 _MAX_ROUNDS = 8
@@ -72,7 +72,7 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
 def _find(
     graph: Graph, fuse: Sequence[str], before: sequence.Sequence, reasons: dict[str, str]
 ) -> tuple[Graph, Digest, str] | None:
-    """A copy in which exchanges are moved, if any are; its digest, and the group that must agree."""
+    """Returns (copy with moved exchanges, digest, group that must agree), or None if none moves."""
     if writes_before_end(graph):
         return None
     base, moved = prepared(graph), None
@@ -92,11 +92,11 @@ def _find(
 
 
 def erase_copies(graph: Graph, of_backward: bool) -> None:
-    """Erase collectives that nothing reads here, as they are copies of those in the other of forward and backward.
+    """Erase unread collectives that are duplicates of collectives in the other graph, forward or backward.
 
-    A wait is never dead code. So AOTAutograd's partitioner puts a collective of the forward into the backward too where
-    it has saved what it sends, and what is made of what it brings; and a moved one into both. One that the program
-    itself has for nothing stays in its own graph, as peers may read theirs, and so does what is to be recomputed.
+    A wait is never dead code, so AOTAutograd's partitioner also puts a collective of the forward into the backward if
+    its operand and the values computed from its result are saved, and a moved one into both. An unread collective of
+    the program itself stays in its own graph, as peers may read theirs; so do recomputed ones.
     """
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         start = wait
@@ -112,7 +112,7 @@ def _is_of_forward(node: Node) -> bool:
 
 
 def note_of(start: Node) -> str:
-    """What the report says of the moves of a collective."""
+    """The report's note on the moves of a collective."""
     if SMALL in start.meta:
         return f"{CARRIES} {start.meta[SMALL]} of moved ops"
     note: str = start.meta.get(NOTE, "")
@@ -129,7 +129,7 @@ def _groups(graph: Graph) -> list[str]:
 
 
 class _Rounds:
-    """Tries to move all exchanges of a group; those that do not gain by it stay where they are in the next round."""
+    """Tries to move all exchanges of a group; exchanges without a gain stay where they are in the next round."""
 
     def __init__(self, graph: Graph, group_name: str, fuse: Sequence[str]) -> None:
         self.graph, self.group_name = graph, group_name
@@ -149,7 +149,7 @@ class _Rounds:
         return None
 
     def _first_ways(self) -> dict[int, str]:
-        """Where all exchanges are to move that are not beside matmuls, by their number, if all matmuls may be cut."""
+        """Number of an exchange not beside a matmul -> its way, if all matmuls may be cut."""
         with held_outputs(self.graph):
             found = [i for i, each in self.exchanges(self.graph).items() if not self.products(each.start)]
         graph = copied(self.graph)
@@ -158,7 +158,7 @@ class _Rounds:
             return {i: self._first_way(exchanges[i]) for i in found}
 
     def _first_way(self, exchange: Exchange) -> str:
-        """Earlier if matmuls make what is sent, block by block, with something between, or among other results."""
+        """Earlier if matmuls make the operand block by block, over ops between, or directly once cut; else later."""
         try:
             found = origins(exchange, self.group_size)
             way = EARLIER if found and (exchange.passed or self.products(exchange.start)) else LATER
@@ -184,7 +184,7 @@ class _Rounds:
         return found
 
     def products(self, start: Node) -> list[Product]:
-        """The matmuls with which the exchange that starts here can be fused."""
+        """The matmuls that can be fused with the exchange started here."""
         for module in self.fusers:
             try:
                 return module.match(start).products
@@ -194,12 +194,12 @@ class _Rounds:
 
 
 class _Moved:
-    """One attempt: a copy of the graph in which some exchanges are moved, each one of ``ways``."""
+    """One attempt: a copy of the graph with the exchanges in ``ways`` moved."""
 
     def __init__(self, graph: Graph, rounds: _Rounds, ways: dict[int, str]) -> None:
         self.graph, self.rounds, self.ways = graph, rounds, ways
-        self.failed = 0  # bits of exchanges, as in all that follows
-        self.roots: list[tuple[Node, int]] = []  # what is computed another way, and by which exchanges
+        self.failed = 0  # bits of exchanges, as everywhere below
+        self.roots: list[tuple[Node, int]] = []  # (replacement, bits of the exchanges behind it)
         with held_outputs(graph):
             exchanges = rounds.cut(graph, *([i for i in ways if ways[i] == way] for way in (EARLIER, LATER)))
             self.sent = {1 << i: exchanges[i] for i in ways}
@@ -249,7 +249,7 @@ class _Moved:
             self.mover.places[node] = place
 
     def _without_gain(self) -> int:
-        """Exchanges that move together with others and, all in all, cost as much there as where they were."""
+        """Bits of the exchanges that cost no less after the move, summed over those that move together."""
         owners = self._owners()
         parts: list[int] = []  # bits that share an exchange, directly or not
         for bits in [*self.sent, *owners.values()]:
@@ -280,7 +280,7 @@ class _Moved:
         return self.behind.passed(bit) or self.sent[bit].passed
 
     def _owners(self) -> dict[Node, int]:
-        """For each new collective: the exchanges because of which it is there."""
+        """New collective -> bits of the exchanges that need it."""
         owners: dict[Node, int] = {}
         given = {each.sent: bit for bit, each in self.sent.items() if each.received in self.mover.given}
         for root, bits in self.roots:
@@ -298,14 +298,12 @@ class _Moved:
         return owners
 
     def _seconds(self, start: Node) -> float:
-        """How long the program waits for a new collective."""
         if SMALL not in start.meta:
             return seconds_left(collectives.read(start), self.rounds.products(start))
         return seconds_left(collectives.read(start), []) - _latency(start) * (1 - 1 / self.together[start])
 
 
 def _latency(start: Node) -> float:
-    """How long the smallest collective of this kind takes."""
     device_type = value(start).device.type
     return DEFAULTS.get(device_type, DEFAULTS["cuda"]).backend_latency[collectives.STARTS[start.target][0]]  # type: ignore[index]
 

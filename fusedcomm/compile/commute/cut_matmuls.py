@@ -1,4 +1,4 @@
-"""Matmuls cut where only a part of their operand or result is exchanged.
+"""Cuts matmuls if only a part of their operand or result is exchanged.
 
     cat([a, b], features) @ w      ->  a @ w[:k] + b @ w[k:]
     x @ cat([a, b], features)      ->  cat([x @ a, x @ b])             the same for rows
@@ -40,9 +40,9 @@ class Part:
 
 
 def cut(graph: Graph, earlier: set[Node], later: set[Node]) -> None:
-    """Cut what is computed from exchanges that move later, and from what those that move earlier are computed.
+    """Cut matmuls behind exchanges that move later, and matmuls before exchanges that move earlier.
 
-    The exchanges are given by the nodes that start them. The graph's results are held.
+    ``earlier`` and ``later`` are starts of exchanges. The graph's results are held.
     """
     rewriter = Rewriter(graph)
     towards, behind = _towards(graph, earlier), _behind(graph, later)
@@ -55,7 +55,7 @@ def cut(graph: Graph, earlier: set[Node], later: set[Node]) -> None:
 
 
 def _behind(graph: Graph, starts: set[Node]) -> set[Node]:
-    """What is computed from these exchanges without a matmul or another exchange between."""
+    """Nodes computed from these exchanges, up to the next matmul or exchange."""
     found = set()
     for node in graph.nodes:
         if node in starts or (not _is_end(node) and any(each in found for each in node.all_input_nodes)):
@@ -64,7 +64,7 @@ def _behind(graph: Graph, starts: set[Node]) -> set[Node]:
 
 
 def _towards(graph: Graph, starts: set[Node]) -> set[Node]:
-    """From what these exchanges are computed without a matmul or another exchange between."""
+    """Nodes that these exchanges are computed from, back to the next matmul or exchange."""
     found = set()
     for node in reversed(graph.nodes):
         if node in starts or any(each in found and (each in starts or not _is_end(each)) for each in node.users):
@@ -106,7 +106,7 @@ def _keeps_features(node: Node, like: Node) -> bool:
 
 
 def _cut_readers(rewriter: Rewriter, cat: Node, behind: set[Node]) -> None:
-    """Cut the matmuls that read what ``cat`` joins."""
+    """Cut the matmuls that read ``cat``."""
     groups = []
     if _is_last(cat, *args_of(cat)[1:]):
         groups = _groups([Part((part,), 0, shape(part)[-1]) for part in args_of(cat)[0]], behind)

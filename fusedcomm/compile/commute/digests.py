@@ -1,8 +1,8 @@
-"""All that is computed in exchanged layouts, as a digest that ranks compare when the graph first runs.
+"""A digest of all ops in exchanged layouts; ranks compare it when the graph first runs.
 
-An exchange moves over an op only if that op, every number in it, and the shapes and dtypes that it reads are the same
-on all ranks: the tensors of each rank meet the ops of another. A rank sees its own graph alone when it compiles, so the
-graphs call `same_moves` in front, with the sizes that only a call knows.
+A moved op runs on peers' data. That is valid only if the op, its numbers, and the shapes and dtypes of its operands are
+the same on all ranks. A rank sees its own graph alone when it compiles, so graphs begin with `same_moves`, with the
+sizes known at the call.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fusedcomm.compile.graph.reader import Digest
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import WAIT, value
 
-MOVED = "fusedcomm_moved"  # in the metadata of what is computed in the exchanged layout: the group's name
-_AGREED = "fusedcomm_agreed"  # in the metadata of a graph's collectives: what ranks agreed to, and their group
+MOVED = "fusedcomm_moved"  # in the metadata of nodes in the exchanged layout: the group's name
+_AGREED = "fusedcomm_agreed"  # in the metadata of a graph's collectives: the agreed digest, and the group
 
 
 class Check(NamedTuple):
-    """What `same_moves` compares."""
+    """Arguments of one `same_moves`."""
 
     digest: Digest
     device_type: str
@@ -48,7 +48,7 @@ def find(graph: Graph) -> list[Check]:
 
 
 def check_first(graph: Graph, checks: list[Check]) -> None:
-    """Let the graph compare its digests with those of the other ranks before all else."""
+    """Make the graph compare its digests with its peers' first."""
     if not checks:
         return
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -61,7 +61,7 @@ def check_first(graph: Graph, checks: list[Check]) -> None:
             group_size = collectives.size_of_group(group_name)
             args = digest.text, sizes, device_type, group_size, group_name
             check = rewriter.call(torch.ops.fusedcomm.same_moves.default, *args)
-            rewriter.call(WAIT, check)  # keeps it: Inductor drops what is not read
+            rewriter.call(WAIT, check)  # keeps it: Inductor drops unread nodes
 
 
 def _symbols_of_inputs(graph: Graph) -> dict[str, tuple[Node, int | None]]:

@@ -1,4 +1,4 @@
-"""The mean and variance over what an exchange cuts, written as sums, which move."""
+"""Mean and variance over an exchanged dim, written as sums: sums can move."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ aten = torch.ops.aten
 
 
 def as_sums(mover: Mover, node: Node) -> list[Node]:
-    """What stands for a ``var_mean`` over blocks, or nothing if node is none.
+    """Replace a ``var_mean`` over blocks; returns the new nodes, none for any other node.
 
-    The variance is the mean of squares of differences, as a difference of two sums would lose digits.
+    The variance is the mean of squared differences, as a difference of two sums would lose digits.
     """
     if node.target is not aten.var_mean.correction:
         return []

@@ -1,11 +1,11 @@
-"""Tensors in the layout that an exchange makes, computed from the operands in that layout.
+"""Tensors in the exchanged layout, computed from operands in that layout.
 
-``exchanged(t)`` has t's shape: block p of every rank s is on rank p, in the place of block s. It is what an
-all_to_all along the blocks' dim gives, and the same again gives t back. Since an op that acts on each block alone gives
-the same before and after, ``exchanged(op(t)) = op(exchanged(t))``, with the op's own arguments.
+``exchanged(t)`` has t's shape: block p of every rank s is on rank p, in the place of block s, as an all_to_all along
+the blocks' dim leaves it. A second all_to_all gives t back. For an op that acts on each block alone,
+``exchanged(op(t)) = op(exchanged(t))``, with the op's own arguments.
 
-A tensor that has no blocks, as a table of angles per token, is needed from every rank: ``of_all(t)`` has one part more
-in front, of all ranks in order, by which it is then broadcast along the blocks.
+A tensor without blocks, as a table of angles per token, is needed from every rank: ``of_all(t)`` is [R, *t.shape], in
+rank order, and is then broadcast along the blocks.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from fusedcomm.compile.graph.views import CASTS, PERMUTES, SAME, WAIT, value
 
 aten = torch.ops.aten
 SMALL = "fusedcomm_small"  # in the metadata of an exchange that may be joined with others
-NORMED = "fusedcomm_normed"  # in the metadata of what is computed from blocks and from a sum over all blocks
+NORMED = "fusedcomm_normed"  # in the metadata of nodes computed from blocks and from a sum over all blocks
 PURPOSES = CONSTANTS, NORMS, GRADIENTS = "constants", "sums of norms", "gradients of weights"
 SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
 
 
 class Mover:
-    """Writes nodes in the exchanged layout of one group into a graph, each behind the node that it stands for."""
+    """Adds nodes in the exchanged layout of one group to a graph, each behind its original."""
 
     def __init__(self, graph: Graph, group_name: str, group_size: int, device: torch.device) -> None:
         self.graph, self.group_name, self.group_size, self.device = graph, group_name, group_size, device
         self.rewriter = Rewriter(graph)
-        self.places: dict[Node, Place | None] = {}  # where the blocks are; None: computed from blocks, has none
-        self.seeds: dict[Node, Place] = {}  # results of matmuls, which are exchanged as they are
-        self.given: dict[Node, Node] = {}  # what arrives by an exchange: what was sent
+        self.places: dict[Node, Place | None] = {}  # of the blocks; None: computed from blocks, has none
+        self.seeds: dict[Node, Place] = {}  # results of matmuls: exchanged as they are
+        self.given: dict[Node, Node] = {}  # result of an exchange -> its operand
         self.created: dict[Node, None] = {}
         self._last: dict[Node, Node] = {}
         self._exchanged: dict[tuple[Node, Place], Node] = {}
@@ -67,7 +67,7 @@ class Mover:
     # the two layouts
 
     def exchanged(self, node: Node, place: Place) -> Node:
-        """``node``, whose blocks lie at ``place``, exchanged."""
+        """``node`` exchanged; its blocks lie at ``place``."""
         key = (node, place)
         if key not in self._exchanged:
             self._exchanged[key] = self._exchange(node, place)
@@ -86,7 +86,7 @@ class Mover:
         return self._write(node, lambda: self._all_to_all(node, place, small))
 
     def _may_be_passed(self, node: Node, place: Place | None = None) -> bool:
-        """Whether the one tensor that node is computed from may be exchanged in its stead: it is no larger.
+        """Whether node's only operand may be exchanged in its stead: it is no larger.
 
         Numbers in node's arguments may be this rank's own, as the first of its positions is.
         """
@@ -118,7 +118,7 @@ class Mover:
         return repeated
 
     def _along_blocks(self, node: Node, place: Place, size: Size) -> Node:
-        """What is equal for all blocks: the parts of all ranks in their places along a dim of ``size``."""
+        """A tensor without blocks, broadcast: each rank's part at its places along a dim of ``size``."""
         key = (node, place, size)
         if key in self._spread:
             return self._spread[key]
@@ -228,7 +228,7 @@ class Mover:
     # back to the program's layout
 
     def local(self, node: Node, feeds_matmul: bool) -> Node:
-        """``node`` again, from what is exchanged."""
+        """``node`` in the program's layout, recomputed from the exchanged one."""
         is_small = max(map(num_bytes, self.given.values())) >= 4 * num_bytes(node)
         small = GRADIENTS if is_small and not feeds_matmul else None
         if self.is_sum_over_blocks(node):
@@ -295,7 +295,7 @@ class Mover:
         return self.rewriter.cast(result, value(node).dtype) if is_elementwise(node) else result
 
     def _write(self, node: Node, write: Callable[[], Node]) -> Node:
-        """What ``write`` adds, behind ``node`` and what was put there before."""
+        """Run ``write`` behind ``node`` and behind nodes inserted there before; returns its result."""
         anchor = node
         if node.op == "placeholder":
             anchor = self.graph.find_nodes(op="placeholder")[-1]

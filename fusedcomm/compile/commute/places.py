@@ -1,4 +1,4 @@
-"""Which dim of a tensor an exchange cuts into blocks, followed through the ops that act on each block alone.
+"""The exchanged dim of a tensor, followed through ops that act on each block alone.
 
 An exchange of R ranks cuts one dim of its input into ``outer x R x inner`` and sends block p of rank s to rank p, in
 the place of block s. An op acts on each block alone if no output element depends on two blocks: norms over other dims,
@@ -98,9 +98,8 @@ def reshaped(place: Place, before: Sequence[Size], after: Sequence[Size], group_
 
 
 def rule(node: Node, operand: Node) -> Dims | Reshape:
-    """How the dims of ``operand`` become those of node's result. Raises CannotFuse where node couples elements freely.
-
-    Results of a tuple have one rule.
+    """The map from dims of ``operand`` to dims of node's result; one for all results of a tuple. Raises CannotFuse
+    where node couples elements freely.
     """
     for targets, read in _RULES:
         if node.target in targets:

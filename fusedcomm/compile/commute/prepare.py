@@ -1,4 +1,4 @@
-"""A copy of a graph to move exchanges in: equal nodes are one, and what hides the way is written another way."""
+"""A copy of a graph to move exchanges in: equal nodes are one, and obstacles are rewritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def prepared(graph: Graph) -> Graph:
-    """A copy whose exchanges are all_to_alls, and in which no node reads what another overwrites."""
+    """A copy with equal nodes joined, exchanges as all_to_alls, and copies of equal size as casts."""
     new = fx_graph_cse(graph)
     new.output_node().meta = dict(graph.output_node().meta)
     Fuser(new).normalize(gathers=True)

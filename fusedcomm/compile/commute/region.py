@@ -1,4 +1,4 @@
-"""What moves when an exchange moves: the ops between it and the matmuls before it, or behind it."""
+"""The region of a move: the ops between an exchange and the matmuls before it, or behind it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Exchange:
     sent: Node
     received: Node
     place: Place
-    passed: list[str] = field(default_factory=list)  # names of the ops over which it may move earlier
-    obstacle: str = ""  # what stands between it and matmuls before it
+    passed: list[str] = field(default_factory=list)  # names of the ops that it may move before
+    obstacle: str = ""  # between it and matmuls before it
 
     @staticmethod
     def of(start: Node, wait: Node, group_size: int) -> Exchange:
@@ -46,7 +46,7 @@ class Exchange:
 
 
 def origins(exchange: Exchange, group_size: int) -> dict[Node, Place]:
-    """The matmuls from which what is sent is computed block by block; notes what is passed on the way."""
+    """The matmuls that the operand is computed from block by block; notes the ops on the way in ``passed``."""
     seeds: dict[Node, Place] = {}
     stack, seen = [(exchange.sent, exchange.place)], set()
     while stack:
@@ -70,7 +70,7 @@ def origins(exchange: Exchange, group_size: int) -> dict[Node, Place]:
 
 
 def infer(mover: Mover) -> None:
-    """Note for each node that is computed from blocks where they lie in it. What mixes blocks ends a region."""
+    """Note the place of the blocks in each node computed from blocks. A node that mixes blocks ends a region."""
     for node in (each for whole in mover.graph.nodes for each in as_sums(mover, whole) or [whole]):
         is_computed = node.op == "call_function" and node not in mover.places and is_tensor(node)
         if is_computed and any(each in mover.places for each in tensors(node)):
@@ -105,10 +105,10 @@ def _place(mover: Mover, node: Node) -> Place | None:
 
 
 class Behind:
-    """What is computed from exchanges that move later, and where it is needed in the program's layout."""
+    """Nodes computed from exchanges that move later, and the ones needed in the program's layout."""
 
     def __init__(self, mover: Mover, received: dict[Node, int]) -> None:
-        """``received``: a bit for each of the exchanges, by what arrives."""
+        """``received``: result of an exchange -> its bit."""
         self.mover, self.received = mover, received
         self.nodes: dict[Node, int] = {}  # in the graph's order, with the bits of the exchanges it is computed from
         for node in mover.graph.nodes:
@@ -134,20 +134,20 @@ class Behind:
         return list(names)
 
     def _leave_out_what_has_no_blocks(self) -> None:
-        """Sums over blocks are local again at once, unless what has blocks is computed from them."""
+        """Sums over blocks are local again at once, unless a node with blocks is computed from them."""
         for node in reversed(list(self.nodes)):
             has_no_blocks = self.mover.places[node] is None and not self.mover.is_sum_over_blocks(node)
             if has_no_blocks and not any(user in self.nodes for user in node.users):
                 del self.nodes[node]
 
     def _root(self, node: Node) -> Node:
-        """Where the views that lead to node begin: one exchange there serves all of them."""
+        """The first of the views that lead to node: one exchange there serves all of them."""
         while node not in self.received and not is_cast(node) and (operand := source(node)) in self.nodes:
             node = operand  # type: ignore[assignment]
         return node
 
     def _add_other_locals(self) -> None:
-        """What is read in the program's layout, and cannot be computed from what is local already."""
+        """Add nodes read in the program's layout that cannot be computed from local ones."""
         self.at_hand: set[Node] = set()
         for node in self.nodes:
             inputs = [each for each in node.all_input_nodes if each in self.nodes]

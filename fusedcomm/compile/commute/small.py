@@ -21,7 +21,7 @@ from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, value
 
 aten = torch.ops.aten
-SENT_AS_BYTES = (CONSTANTS, GRADIENTS)  # what is summed needs its dtype
+SENT_AS_BYTES = (CONSTANTS, GRADIENTS)  # a sum needs its dtype
 
 
 def join(graph: Graph) -> None:
@@ -35,9 +35,9 @@ def join(graph: Graph) -> None:
 
 
 def alike(graph: Graph, purpose: str) -> list[list[Node]]:
-    """The small collectives of this purpose, those together that can be one: none of them depends on another.
+    """The small collectives of this purpose, in lists to join: none depends on another.
 
-    What the forward needs must not wait for the gradients of the outputs.
+    Collectives that the forward needs must not wait for the gradients of the outputs.
     """
     found: dict[tuple[object, ...], list[Node]] = defaultdict(list)
     backward = depends_on_gradients(graph)

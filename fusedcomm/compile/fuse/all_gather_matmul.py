@@ -25,7 +25,7 @@ KIND = "all_gather"
 @dataclass(frozen=True)
 class AllGatherMatmulMatch:
     gathered: Gathered
-    reader: Reader  # what the first matmul multiplies
+    reader: Reader  # x of the first matmul
     products: list[Product]  # all multiply the same rows
 
     @property

@@ -24,7 +24,7 @@ KIND = "all_to_all"
 @dataclass(frozen=True)
 class AllToAllMatmulMatch:
     gathered: Gathered
-    reader: Reader  # what the matmul multiplies
+    reader: Reader  # x of the matmul
     product: Product
 
     @property

@@ -1,4 +1,4 @@
-"""(x @ w).split(...), whose parts go to collectives of their own, becomes a matmul for each part."""
+"""(x @ w).split(...), with a collective for each part, becomes a matmul for each part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = {aten.mm.default, aten.addmm.default}
 
 
 def find(starts: Iterable[Node]) -> dict[Node, list[Node]]:
-    """The matmuls of which the collectives that start here send a part each, with these."""
+    """Matmul -> starts that send a part of its result."""
     found: dict[Node, list[Node]] = {}
     for start in starts:
         sent = path_back(start.args[0], through_casts=False)[0]  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def find(starts: Iterable[Node]) -> dict[Node, list[Node]]:
 
 
 def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], bool], matmul: Node) -> None:
-    """Cut ``matmul`` if any of the collectives that ``starts`` start can then be fused. Raises CannotFuse."""
+    """Cut ``matmul`` if any of the collectives of ``starts`` can then be fused. Raises CannotFuse."""
     parts = _parts_read(matmul)
     *bias, x, w = matmul.args
     columns = shape_of(matmul)[1]

@@ -48,13 +48,13 @@ class Fused:
 
 
 class Fuser:
-    """Fuses, and never breaks a graph: whatever cannot be done leaves it as it was, and ``reasons`` says why."""
+    """Fuses, and never breaks a graph: a failure leaves it as it was, and ``reasons`` says why."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.rewriter = Rewriter(graph)
         self.reasons: dict[str, list[str]] = {}  # by the name of the collective's start
-        self.written: dict[str, str] = {}  # by the name of what was normalized last: the start in its place
+        self.written: dict[str, str] = {}  # name of a normalized node -> the start in its place
 
     def normalize(self, gathers: bool) -> bool:
         """Returns whether anything changed. ``gathers``: whether gathers may become exchanges; see `normalize.find`."""
@@ -112,7 +112,7 @@ class Fuser:
         return Fused(module.OP, node, savings, tuple(names), tuple(created))
 
     def _waited_for(self, op: Node) -> Node:
-        """A wait keeps an op that nothing reads, as it keeps a collective: peers may read theirs, and wait for it."""
+        """A wait keeps an unread op, as it keeps a collective: peers may read theirs, and wait for this rank."""
         with self.rewriter.before(op.next, like=op):
             return self.rewriter.call(WAIT, op)
 
@@ -126,7 +126,7 @@ class Fuser:
 
 
 def can_fuse(start: Node, ops: Sequence[str] = OPS) -> bool:
-    """Whether one of the ops can stand for the collective that starts here, as the graph is."""
+    """Whether one of the ops can replace the collective started here, in the graph as it is."""
     kind = collectives.kind_of(start)
     modules = (module for module in MODULES if module.OP in ops and kind == module.KIND)
     return any(attempt(module.OP, module.match, start) is not None for module in modules)

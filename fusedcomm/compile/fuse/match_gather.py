@@ -1,4 +1,4 @@
-"""What reads the result of an all_gather or all_to_all: matmuls that can consume it as it arrives, and the rest."""
+"""The readers of an all_gather's or all_to_all's result: matmuls that can consume it as it arrives, and the rest."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ aten = torch.ops.aten
 
 @dataclass
 class Reader:
-    """A node that has the elements of what arrives, and those of its users that do not only rearrange them."""
+    """The result, perhaps rearranged or cast, and the users that compute with it."""
 
     node: Node
     layout: Layout
-    dtypes: tuple[torch.dtype, ...]  # through which it is cast
+    dtypes: tuple[torch.dtype, ...]  # of the casts up to here
     users: list[Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SentDims:
-    """The dims in which an op takes x."""
+    """The dims of x as the op takes it."""
 
     dims: list[list[Factor]]
     batch: list[list[Factor]]  # batch dims of a batched w
     gather_dim: int
     scatter_dim: int | None
-    received: Layout  # in the order of what the op multiplies
+    received: Layout  # of the op's gathered x
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """One collective, what it sends, and everything that is made of what arrives."""
+    """One collective, its operand, and all readers of its result."""
 
     collective: Collective
-    x: Node  # what is sent, before any node that only rearranges it
+    x: Node  # the operand, before any node that only rearranges it
     x_layout: Layout
     blocks: Factor  # the same as ``sources`` in an all_gather
     sources: Factor
     readers: list[Reader]
 
     def consumers(self) -> list[tuple[Reader, Product]]:
-        """The matmuls that multiply what arrives, which is their left operand."""
+        """The matmuls with the result as their left operand."""
         found, reasons = [], []
         for reader in self.readers:
             for user in reader.users:
@@ -97,9 +97,9 @@ class Gathered:
         return found
 
     def sent_dims(self, received: Layout, batched: bool) -> SentDims:
-        """How the op sees x so that what it multiplies has the order of ``received``, [rows, K] or [batch, rows, K].
+        """The op's view of x such that the gathered x is ``received``, [rows, K] or [batch, rows, K].
 
-        Rows of a batched matmul that would be exchanged in parts are taken in another order.
+        Rows of a batched matmul that would be exchanged in parts are reordered.
         """
         order = received.order
         before = dict(pairwise(order)).get(self.sources)
@@ -139,7 +139,7 @@ class Gathered:
         return SentDims(dims, batch, gather_dim, scatter_dim, received)
 
     def result(self, rewriter: Rewriter, y: Node, sent: SentDims, received: Layout) -> Node:
-        """An op's result as the matmul has it that multiplies ``received``."""
+        """An op's result in the form of the matmul of ``received``."""
         n = Factor(size_of(value(y).shape[-1]))
         order = [f for dim in (*sent.received.dims[:-1], (n,)) for f in dim]
         return rewriter.arrange(y, order, Layout((*received.dims[:-1], (n,))))
@@ -148,7 +148,7 @@ class Gathered:
         return rewriter.cast(rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims)))), dtype)
 
     def copies(self, received: Layout) -> bool:
-        """Whether x must be rearranged for what arrives to have the order of ``received``."""
+        """Whether x must be rearranged to arrive in the order of ``received``."""
         return self._sent_order(received.order) != self.x_layout.order
 
     def _sent_order(self, received: list[Factor]) -> list[Factor]:
@@ -163,7 +163,7 @@ class Gathered:
         return [*rest[:at], self.blocks, *rest[at:]]
 
     def others(self, fused: Iterable[Node]) -> list[Reader]:
-        """What else reads what arrives. These readers get the op's by-product instead."""
+        """The other readers: they get the op's by-product."""
         fused = set(fused)
         readers = [dataclasses.replace(r, users=[u for u in r.users if u not in fused]) for r in self.readers]
         return [reader for reader in readers if reader.users]
@@ -180,7 +180,7 @@ class Gathered:
 
 
 def read(start: Node) -> Gathered:
-    """The collective that starts here, with all that is made of what arrives. Raises CannotFuse."""
+    """The collective that starts here, with its readers. Raises CannotFuse."""
     collective = collectives.read(start)
     path = path_back(collective.sent, through_casts=False)
     x_layout = Layout.of(value(path[0]).shape)
@@ -189,7 +189,7 @@ def read(start: Node) -> Gathered:
 
 
 def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: Iterable[tuple[Reader, Node]]) -> None:
-    """Put the op's results in place of the matmuls, and its by-product, rearranged, in place of what others read."""
+    """Replace the matmuls by the op's results, and the inputs of other readers by its by-product, rearranged."""
     for reader, node in others:
         for user in reader.users:
             stand_for(reader.node, node)

@@ -25,7 +25,7 @@ class Reduced:
 
 
 def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
-    """The reduction; what arrives, with the nodes that only rearrange it; and the factor that tells blocks apart."""
+    """Returns (reduction, its result and rearrangements of it with their layouts, factor of the blocks)."""
     collective = collectives.read(start)
     if collective.reduce_op not in REDUCE_OPS:
         raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")

@@ -1,6 +1,6 @@
 """matmul -> views -> all_to_all_single -> views becomes fusedcomm::matmul_all_to_all.
 
-Several chains with the same x, as those of q, k and v, become one op, whose weight has their weights side by side.
+Several chains with the same x, as for q, k and v, become one op over their concatenated weights.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Part:
     product: Product
     blocks: Factor
     sources: Factor
-    target: Node  # the last node that only rearranges what arrives
+    target: Node  # the last node that only rearranges the result
     layout: Layout  # target's layout
 
     @property
     def before(self) -> Factor | None:
-        """The factor before which the sources are put; None if they come last."""
+        """The factor behind the sources; None if they come last."""
         order = self.layout.order
         return dict(pairwise(order)).get(self.sources)
 
     @property
     def result(self) -> list[Factor]:
-        """The order in which the op writes."""
+        """The order of factors in the op's result."""
         return self.written(self.product.y, self.before)
 
     def written(self, y: Layout, before: Factor | None) -> list[Factor]:
@@ -116,7 +116,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
     breaks = [f for f in (part.blocks, before) if f is not None]
     *batches, rows, columns = (group_factors(dim, breaks) for dim in y.dims)
     batch = [dim for each in batches for dim in each]
-    if product.batched and len(rows) > 1:  # what arrives is arranged afterwards
+    if product.batched and len(rows) > 1:  # the result is arranged afterwards
         if before in y.dims[-2] and part.blocks in y.dims[-2]:
             before = next(iter(y.dims[-1]), None)
         y = product.with_rows_first(breaks)
@@ -235,14 +235,14 @@ def _check_repeats(node: Node, group_size: int) -> None:
 
 
 def _same_as(x: Node) -> list[Node]:
-    """x, and other nodes that are the same view: graphs for inference repeat it for each linear."""
+    """x and its duplicates: graphs for inference repeat a view for each linear."""
     if x.target is not aten.reshape.default or not isinstance(origin := x.args[0], Node):
         return [x]
     return [user for user in origin.users if user.target is x.target and user.args == x.args]
 
 
 def _start_after(node: Node) -> Node | None:
-    """The all_to_all to which node leads, if node is a matmul and leads to nothing else."""
+    """The all_to_all that node leads to, if node is a matmul and leads nowhere else."""
     if node.target not in MATMULS:
         return None
     last = follow(node, Layout.of(value(node).shape))[-1][0]

@@ -23,7 +23,7 @@ KIND = "reduce_scatter"
 class MatmulReduceScatterMatch:
     reduced: Reduced
     blocks: Factor
-    target: Node  # the last node that only rearranges what arrives
+    target: Node  # the last node that only rearranges the result
     layout: Layout  # target's layout
 
     @property

@@ -1,8 +1,8 @@
-"""Estimates from sizes alone how much time a fused op saves per call: what the program would wait for without it.
+"""Estimates from sizes alone the time that a fused op saves per call.
 
-The planner's model (`cost`) is used roughly, to rank collectives: it gives the time of the plain collective, as far as
-the matmul is long enough to hide it, and of the layout copies that are saved. Its numbers are tuned ones, if the group
-has come together and has them.
+The planner's model (`cost`) is used roughly, to rank collectives: the time of the plain collective, as far as the
+matmul is long enough to hide it, and of the saved layout copies, with tuned numbers, if the group has come together and
+has them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def saving_us(collective: Collective, products: Sequence[Product]) -> float:
 
 
 def seconds_left(collective: Collective, products: Sequence[Product]) -> float:
-    """How long a program waits for the collective, with the ``products`` it is fused with, if there are any.
+    """Time that a program waits for the collective, fused with ``products``, if there are any.
 
-    It is the same on all ranks, whatever they have tuned, and whatever sizes symbols have there.
+    The same on all ranks: it depends neither on tuned numbers nor on sizes of symbols.
     """
     constants = DEFAULTS.get(value(collective.sent).device.type, DEFAULTS["cuda"])
     seconds, beside = _exchange(collective, constants, assumed), constants.device_type != "cpu"
@@ -82,7 +82,7 @@ def _constants(group_name: str, device: torch.device) -> Constants:
 
 
 def _is_across(group_name: str) -> bool:
-    """Whether it is known that the group spans hosts, where the exchange runs beside the matmul at best."""
+    """Whether the group is known to span hosts: there the exchange runs beside the matmul at best."""
     member = members.known_member(group_name, torch.device("cpu"))
     return member is not None and member.topology.across is not None
 

@@ -1,1 +1,1 @@
-"""What a pass reads from and writes to an FX graph: collectives, layouts, views, matmuls, and new nodes."""
+"""Reading and writing FX graphs: collectives, layouts, views, matmuls, and new nodes."""

@@ -1,4 +1,4 @@
-"""Passes never break a program: what fails leaves the graph as it was."""
+"""Passes never break a program: a failure leaves the graph as it was."""
 
 from __future__ import annotations
 

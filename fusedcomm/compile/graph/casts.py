@@ -11,7 +11,7 @@ _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # with in
 
 
 def is_one_cast(dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether casts through ``dtypes`` keep what one from the first to the last keeps."""
+    """Whether casts through ``dtypes`` equal one cast from the first to the last."""
     dtypes = [dtype for dtype, _ in groupby(dtypes)]
     first, last = dtypes[0], dtypes[-1]
     return all(each == first or (_keeps(first, each) and _reads_alike(first, each, last)) for each in dtypes[1:-1])
@@ -42,5 +42,5 @@ def _fits(a: torch.dtype, b: torch.finfo) -> bool:
 
 
 def _reads_alike(a: torch.dtype, b: torch.dtype, last: torch.dtype) -> bool:
-    """Whether equal numbers in a and b are cast alike: what an integer does not have depends on the dtype."""
+    """Whether equal numbers in a and b are cast alike: out-of-range casts to an integer depend on the dtype."""
     return last.is_floating_point or a.is_floating_point == b.is_floating_point

@@ -1,4 +1,4 @@
-"""Functional collectives in a graph: a start, its wait, and what they do to a layout."""
+"""Functional collectives in a graph: a start, its wait, and their effect on a layout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Collective:
         return self.start.args[0]  # type: ignore[return-value]
 
     def received(self, sent: Layout) -> tuple[Layout, Factor, Factor]:
-        """The result's layout, the factor that tells the blocks of what is sent apart, and that of the sources."""
+        """Returns (layout of the result, factor of the blocks sent, factor of the sources)."""
         sources = Factor(self.group_size)
         if self.kind == "all_gather":
             return sent.insert(0, sources), sources, sources
@@ -72,7 +72,7 @@ def kind_of(node: Node) -> str | None:
 
 
 def argument_of(node: Node, name: str) -> Any:
-    """What an op gets for the argument of this name in its schema; None if it takes none, or is no op."""
+    """The value of an op's argument by its schema name; None without such an argument, or if node is no op."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     at = _index_of(node.target, name)
@@ -94,7 +94,7 @@ def find(graph: Graph, kind: str) -> list[Node]:
 
 
 def read(start: Node) -> Collective:
-    """The collective of this start. Raises CannotFuse where no op of fusedcomm could stand for it."""
+    """The collective of this start. Raises CannotFuse where no op of fusedcomm could replace it."""
     kind, at = STARTS[start.target]  # type: ignore[index]
     if reason := start.meta.get(UNEVEN):
         raise CannotFuse(reason)
@@ -116,7 +116,7 @@ def read(start: Node) -> Collective:
 
 
 def hoist(nodes: Iterable[Node], start: Node) -> None:
-    """Move nodes, and what they are computed from, before start: an op that reads them will stand there.
+    """Move nodes and their inputs before start: an op that reads them will stand there.
 
     The op then keeps start's place among the other collectives, which all ranks must keep. Nothing is moved if one of
     the nodes to be moved itself waits for a collective.
@@ -152,7 +152,7 @@ def memberships() -> list[tuple[str, int, list[int]]]:
 
 
 def has_parts_of_other_sizes(node: Node) -> bool:
-    """Whether ranks have parts of different sizes here, so that what they compute, and their graphs, differ.
+    """Whether ranks have parts of different sizes here, so that their computations and graphs differ.
 
     All parts empty counts too: it may be that this rank alone has none. Symbols all count as one number in any plan.
     """
@@ -164,7 +164,6 @@ def has_parts_of_other_sizes(node: Node) -> bool:
 
 
 def _given(node: Node, name: str) -> list[Any]:
-    """The values of a list of sizes; of another op, none."""
     return [each.meta.get("val") if isinstance(each, Node) else each for each in argument_of(node, name) or ()]
 
 

@@ -1,4 +1,4 @@
-"""What nodes do beyond computing their results: writes to memory, random numbers, checks and prints."""
+"""Side effects of nodes: writes to memory, random numbers, checks and prints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def has_messages(nodes: Iterable[Node]) -> bool:
 
 
 def differs_by_rank(nodes: Iterable[Node]) -> bool:
-    """Whether peers have other graphs, so that what a plan is made of, sizes and nodes, is not common to all ranks."""
+    """Whether peers have other graphs, so that a plan's inputs, sizes and nodes, differ by rank."""
     nodes = list(nodes)
     return has_messages(nodes) or any(map(has_parts_of_other_sizes, nodes))
 

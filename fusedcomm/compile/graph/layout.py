@@ -1,8 +1,8 @@
-"""Where a chain of views and permutes puts each element: the dims of every tensor in it as products of shared factors.
+"""The order of elements along a chain of views and permutes: dims of every tensor as products of shared factors.
 
 A reshape regroups factors, and splits one where a dim ends inside it; a permute moves dims; an exchange replaces the
-factor that tells the blocks apart by one that tells the sources apart. Two tensors of a chain have the same elements in
-the same order exactly if they have the same factors in the same order, whatever operations lie between them.
+factor of the blocks by a factor of the sources. Two tensors of a chain have the same elements in the same order exactly
+if they have the same factors in the same order, for any operations between them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CannotFuse(Exception):
 
 
 class Factor:
-    """A size by which a dim can be divided; once split, its parts stand for it wherever it occurs."""
+    """A factor of a dim's size; once split, its parts replace it everywhere."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -110,7 +110,7 @@ class Layout:
 
 
 def take(factors: list[Factor], size: Size) -> tuple[list[Factor], list[Factor]]:
-    """The first factors, whose product is ``size``, the last of them split if need be; and the other factors."""
+    """Split factors into (leading ones with product ``size``, the rest); splits a factor on the border."""
     taken: list[Factor] = []
     while size != 1:
         if not factors:
@@ -141,7 +141,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where that is an integer whatever the symbols stand for."""
+    """a / b if that is an integer for all values of the symbols."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     ratio = sympy.sympify(a) / b
@@ -153,14 +153,14 @@ def quotient(a: Size, b: Size) -> Size | None:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """What a symbolic size was when the graph was traced; 1 where that is not known."""
+    """The traced value of a symbolic size; 1 if unknown."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else 1
     return size
 
 
 def assumed(size: int | torch.SymInt) -> int:
-    """A size to plan with. It is equal on all ranks, whatever sizes each has traced its graph with."""
+    """A size to plan with, equal on all ranks for any traced sizes."""
     return size if isinstance(size, int) else _assumed(sympy.sympify(size_of(size)))
 
 

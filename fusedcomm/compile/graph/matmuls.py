@@ -40,7 +40,7 @@ class Product:
         return [*self.ws, *([] if self.bias is None else [self.bias])]
 
     def x(self, rewriter: Rewriter, rows: list[list[Factor]]) -> Node:
-        """x with its leading dims as given; those of a batched matmul may have the rows in another order."""
+        """x with its leading dims as given; in a batched matmul they may reorder the rows."""
         if self.batched:
             k = Factor(size_of(value(self.xs[0]).shape[-1]))
             layout = Layout((*map(tuple, rows), (k,)))
@@ -101,7 +101,7 @@ def producer(node: Node, sums: bool = False) -> Product:
 
 
 def _branch(node: Node, user: Node) -> Product:
-    """The product that node is, if nothing but user needs it."""
+    """The product that makes node. Raises CannotFuse if it has another user."""
     path = path_back(node, through_casts=False)
     found = producer(path[0], sums=True)
     check_single_use(path, user)
@@ -145,7 +145,7 @@ def _with_bias(node: Node, operand: Node, bias: Node) -> Product | None:
 
 
 def _broadcasts(bias: Node) -> bool:
-    """Whether what is added to a matmul's result is the same in every row: [N], [1, N], [1] or a scalar tensor."""
+    """Whether the bias is the same in every row: [N], [1, N], [1] or a scalar tensor."""
     return all(size_of(size) == 1 for size in value(bias).shape[:-1])
 
 

@@ -1,4 +1,4 @@
-"""`shard_dim_alltoall`, and an all_gather whose own part DTensor keeps on CPU, become `all_to_all_single`.
+"""`shard_dim_alltoall`, and DTensor's all_gather on CPU followed by this rank's part, become `all_to_all_single`.
 
 An exchange sends only each rank's part, R times less than a gather, and the other passes know it.
 """
@@ -24,20 +24,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rank p gets block p of x. The factor ``sources`` tells apart what arrives."""
+    """Rank p gets block p of x, one from each of ``sources``."""
 
     x: Node
     blocks: Factor
     sources: Factor
     before: Layout  # layout of x
-    after: Layout  # layout of ``node``, which the exchange replaces
-    node: Node
+    after: Layout  # layout of ``node``
+    node: Node  # replaced by the exchange
     start: Node  # the exchange is written before this node
     group_name: str
 
 
 def find(graph: Graph, gathers: bool) -> list[Exchange]:
-    """``gathers``: find also gathers of which each rank keeps its own part, as DTensor writes them on CPU meshes.
+    """``gathers``: also find gathers followed by each rank's own part, as DTensor writes them on CPU meshes.
 
     On rank 0, a program in which every rank keeps part 0 has the same graph. So the gather and the part must come from
     one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. If this rank is in several groups
@@ -89,9 +89,8 @@ def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
 def _uneven(exchange: Exchange) -> str | None:
     """Why the exchange must stay as it is, if DTensor's shards are uneven along one of its dims.
 
-    DTensor then pads what some ranks send and cuts what some receive: the graphs of ranks differ around an exchange
-    that is the same. A dim that is joined is cut on every rank behind it, one that is divided is padded on every rank
-    before it. So every rank finds these, whatever else its own graph has.
+    DTensor then pads and cuts on some ranks: graphs of ranks differ around the same exchange. Every rank cuts a joined
+    dim behind it, and pads a divided one before it. So every rank finds these in its own graph.
     """
     joined = next(dim for dim, factors in enumerate(exchange.after.dims) if exchange.sources in factors)
     divided = next(dim for dim, factors in enumerate(exchange.before.dims) if exchange.blocks in factors)
@@ -132,7 +131,7 @@ def _of_shard_dim_alltoall(node: Node) -> Exchange:
 
 
 def _of_gather(start: Node) -> Exchange | None:
-    """A gather as an exchange, if only the part of its result is used that an exchange brings; else None."""
+    """A gather as an exchange, if only this rank's part of its result is used; else None."""
     gather = collectives.read(start)
     if value(gather.sent).device.type != "cpu":
         return None
@@ -159,14 +158,14 @@ def from_one_call(a: Node, b: Node) -> bool:
 
 
 def _has_other_of_size(group_name: str) -> bool:
-    """Whether this rank is in a group of other ranks that has the same size."""
+    """Whether this rank is in a group of the same size with other ranks."""
     ranks = {name: members for name, _, members in collectives.memberships()}
     own = ranks[group_name]
     return any(len(members) == len(own) and set(members) != set(own) for members in ranks.values())
 
 
 def part_of(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
-    """(node, dim, index) of the part that is used, if it is a single one of num_parts equal parts."""
+    """(node, dim, index) of the used part, if it is a single one of num_parts equal parts."""
     if user.target in SPLITS and len(user.users) == 1 and len(user.meta["val"]) == num_parts:
         part = next(iter(user.users))
         dim = split_dim(user)

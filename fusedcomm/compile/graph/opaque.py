@@ -27,7 +27,7 @@ _KNOWN |= {"fusedcomm", "symm_mem", "fsdp"}
 
 
 def _deepspeed_exchange(x: Tensor, group_name: str) -> Tensor:
-    """What DeepSpeed's Ulysses calls: an exchange of equal parts along dim 0."""
+    """DeepSpeed's Ulysses: an exchange of equal parts along dim 0."""
     group_size = size_of_group(group_name)
     if x.shape[0] % group_size:
         raise CannotFuse(f"its dim 0, of size {x.shape[0]}, is not known to be divisible by {group_size}")
@@ -49,7 +49,7 @@ def register(name: str, program: Callable[..., Any]) -> None:
 
 
 def registered() -> list[tuple[Any, ...]]:
-    """What the key of compiled graphs has of each program: its name, its code, and the values that it encloses."""
+    """For the cache key of compiled graphs: each program's name, defaults, code, and closure values."""
     return [
         (name, program.__qualname__, program.__defaults__, _code(program.__code__), _enclosed(program))
         for name, program in sorted(_programs.items())

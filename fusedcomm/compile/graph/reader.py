@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm.compile.graph.layout import Size, size_of
 
 aten = torch.ops.aten
-# what makes a tensor of one number: where that number stands among the arguments, if they have it
+# ops that fill a tensor with one number -> index of the number's argument, if there is one
 FILLS = {
     aten.full.default: 1,
     aten.scalar_tensor.default: 0,
@@ -27,11 +27,11 @@ FILLS = {
 
 class Digest(NamedTuple):
     text: str
-    symbols: tuple[str, ...] = ()  # the sizes of a call, in the order in which the text first has them
+    symbols: tuple[str, ...] = ()  # the sizes of a call, by first occurrence in the text
 
 
 class Reader:
-    """Writes nodes by their order, what they read by the order in which it is first read, and symbols likewise."""
+    """Writes nodes as text, in their order; inputs and symbols are numbered by first occurrence."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self.labels = labels  # of groups, by name
@@ -71,7 +71,7 @@ class Reader:
 
 
 def is_fill(node: Node) -> bool:
-    """Whether node is a tensor of one number that stands in the graph, which ranks must share."""
+    """Whether node is a tensor of one literal number: ranks must share it."""
     if node.target not in FILLS:
         return False
     at = FILLS[node.target]

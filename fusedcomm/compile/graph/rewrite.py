@@ -1,4 +1,4 @@
-"""Adds nodes to a graph, with the metadata that later passes need, and removes them if their purpose fails."""
+"""Adds nodes to a graph, with the metadata that later passes need, and removes them on failure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rewriter:
             raise
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Add a call, whose sizes may be symbolic."""
+        """Add a call; sizes may be symbolic."""
         args = tree_map(lambda a: self.size(a) if isinstance(a, sympy.Expr) else a, args)
         node = self.graph.call_function(target, args, kwargs)
         self.created.append(node)
@@ -73,7 +73,7 @@ class Rewriter:
         return node
 
     def size(self, size: Size) -> int | Node:
-        """A node whose value is ``size``."""
+        """A node with the value ``size``."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
         if self._symbols is None:
@@ -98,7 +98,7 @@ class Rewriter:
         return self.call(aten.reshape.default, node, list(shape))
 
     def arrange(self, node: Node, order: Sequence[Factor], layout: Layout) -> Node:
-        """``node``, whose factors are in ``order``, rearranged to ``layout``."""
+        """Rearrange ``node``, with factors in ``order``, to ``layout``."""
         runs = consecutive(order, layout.order)
         if len(runs) > 1:
             now = sorted(runs, key=lambda run: list(order).index(run[0]))
@@ -123,7 +123,7 @@ class Rewriter:
         return self.strided(new, like)
 
     def strided(self, node: Node, like: torch.Tensor) -> Node:
-        """A copy whose dims lie in memory in the order of ``like``'s."""
+        """A copy with the dim order of ``like`` in memory."""
         order = sorted(range(like.ndim), key=lambda d: -hint(like.stride()[d]))
         back = [order.index(d) for d in range(like.ndim)]
         copy = self.call(aten.clone.default, self._permute(node, order), memory_format=torch.contiguous_format)
@@ -169,7 +169,7 @@ def returned(result: Any) -> Any:
 
 
 def _is_visible(node: Node) -> bool:
-    """Whether node, or a view of it, is what the user's function returns."""
+    """Whether the user's function returns node, or a view of it."""
     (output,) = node.graph.find_nodes(op="output")
     visible = output.meta.get("user_visible_output_idxs")
     if visible is None:  # in Inductor's graph, where it is set, views copy where they must
@@ -191,7 +191,7 @@ def _is_view(node: Node) -> bool:
 
 
 def consecutive(order: Sequence[Factor], wanted: Sequence[Factor]) -> list[list[Factor]]:
-    """``wanted`` cut into as few runs as possible whose factors follow each other in ``order`` too."""
+    """Cut ``wanted`` into as few runs as possible that are contiguous in ``order`` too."""
     follows = dict(pairwise(order))
     runs: list[list[Factor]] = []
     for factor in wanted:
@@ -229,19 +229,19 @@ def erased() -> Iterator[list[str]]:
 
 
 def stand_for(old: Node, new: Node) -> None:
-    """Note with which strides the readers of old, which are to read new, were traced; see `strides.settle`."""
+    """Note the strides of old, as traced by its readers, on new; see `strides.settle`."""
     new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.meta.get("val")))
 
 
 def replace_node(old: Node, new: Node) -> None:
-    """Put new in old's place everywhere, and erase what only old needed."""
+    """Put new in old's place everywhere, and erase old with its inputs that are unused then."""
     stand_for(old, new)
     old.replace_all_uses_with(new)
     erase_unused(old)
 
 
 def erase_unused(node: Node) -> None:
-    """Erase node, and whatever only it used."""
+    """Erase node if it is unused, and inputs that only it used, recursively."""
     unused = [node]
     while unused:
         node = unused.pop()

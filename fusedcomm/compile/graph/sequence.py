@@ -1,7 +1,7 @@
 """The sequence of a graph's collectives, and the consent of all ranks to another one.
 
-Ranks compile apart, and their programs may differ. Which collective a rank sends what with must not: a rewrite that
-merges, moves or reorders collectives happens on all ranks of a group, or on none.
+Ranks compile apart, and their programs may differ. Their collectives must match: a rewrite that merges, moves or
+reorders collectives happens on all ranks of a group, or on none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sequence:
         self.starts = {node.name: (_line(node), _group_of(node)) for node in communicating(graph)}
 
     def changed(self, graph: Graph) -> set[str]:
-        """The names of collectives that are gone, or new, or that others have changed places with."""
+        """The names of collectives that are gone, new, or reordered."""
         now = {node.name: _line(node) for node in communicating(graph)}
         here = [name for name in self.starts if now.get(name) == self.starts[name][0]]
         left = [name for name in now if name in here]

@@ -39,7 +39,7 @@ class Part:
 
 
 def part(node: Any) -> Part | None:
-    """The part of a tensor that node is, if it is one."""
+    """node as a part of a tensor, or None."""
     if not isinstance(node, Node) or not isinstance(node.meta.get("val"), Tensor):
         return None
     args = args_of(node)
@@ -107,13 +107,13 @@ def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
 
 
 def _next_fill(node: Node) -> Node | None:
-    """The node that fills another part of node's result, if nothing else reads it."""
+    """The only reader of node's result, if it fills another part of it."""
     readers = [user for user in node.users if not _is_named(user)]
     return readers[0] if len(readers) == 1 and readers[0].target in FILLS and readers[0].args[0] is node else None
 
 
 def _is_named(cut: Node) -> bool:
-    """Whether a cut is read for its form only, as a copy to it does."""
+    """Whether a cut is read for its form only, as by a copy to it."""
     return cut.target in CUTS | {operator.getitem} and all(
         (user.target is COPY and user.args[0] is cut and user.args[1] is not cut) or _is_named(user)
         for user in cut.users
@@ -121,7 +121,7 @@ def _is_named(cut: Node) -> bool:
 
 
 def joined_by(user: Node, rearranges: Any) -> Node | None:
-    """The node that joins all that a cut leads to; ``rearranges``: the ops that parts may pass on the way."""
+    """The only join behind a cut, or None; ``rearranges``: the ops that parts may pass on the way."""
     if user.target not in CUTS:
         return None
     joins, stack = set(), [user]
@@ -151,7 +151,7 @@ def _dim(node: Node, given: Sequence[Any]) -> Any:
 
 
 def args_of(node: Node) -> tuple[Any, ...]:
-    """node.args, whose types fx leaves open."""
+    """``node.args`` with an open type, for mypy."""
     return node.args
 
 

@@ -25,8 +25,8 @@ _READ_STRIDES = {  # copies first: others fail, or take other elements
 
 
 def settle(graph: Graph) -> None:
-    """Recompute what reads rewritten nodes, and copy what an op needs in its former strides. Raises CannotFuse."""
-    former: dict[Node, Any] = {}  # values with which readers were traced, where strides are others now
+    """Recompute readers of rewritten nodes, and copy operands that need their former strides. Raises CannotFuse."""
+    former: dict[Node, Any] = {}  # values as readers were traced with them, if strides have changed
     for node in list(graph.nodes):
         if STANDS_FOR in node.meta:
             former[node] = node.meta.pop(STANDS_FOR)

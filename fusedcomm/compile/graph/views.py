@@ -39,7 +39,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def value(node: Node) -> Tensor:
-    """The fake tensor that stands for node's result."""
+    """The fake tensor of node's result."""
     val = node.meta.get("val")
     if not isinstance(val, Tensor):
         raise CannotFuse(f"{node.name} is not known to be a tensor")
@@ -72,7 +72,7 @@ def source(node: Any) -> Node | None:
 
 
 def _is_waited_for(node: Node | None) -> bool:
-    """Whether node rearranges what a wait has brought: one more wait does nothing."""
+    """Whether node rearranges a wait's result: one more wait does nothing."""
     while node is not None and node.target is not WAIT:
         node = source(node)
     return node is not None
@@ -105,7 +105,7 @@ class Join:
 
 
 def join_of(node: Node) -> Join | None:
-    """The tensor of which node joins every part, in order."""
+    """The tensor that node restores by joining all its parts in order, or None."""
     operands = split_cat.operands_of(node)
     if operands is None:
         return None
@@ -121,7 +121,7 @@ def join_of(node: Node) -> Join | None:
 
 
 def _from_part(node: Node) -> list[Node]:
-    """The nodes that rearrange a part of a tensor, the part first; where there is none, what they begin with."""
+    """The path of rearrangements to node, from the part of a tensor, or from its first node without one."""
     path = [node]
     while (found := part(path[0])) is None or found.is_whole:
         origin = source(path[0]) if path[0].target in REARRANGES | {SLICE, SELECT} else None
@@ -132,7 +132,6 @@ def _from_part(node: Node) -> list[Node]:
 
 
 def _alike(a: list[Node], b: list[Node]) -> bool:
-    """Whether nodes that follow each other on both paths do the same to the part that they begin with."""
     return len(a) == len(b) and all(
         (x.target, x.args[1:], x.kwargs, sizes_of(value(x))) == (y.target, y.args[1:], y.kwargs, sizes_of(value(y)))
         for x, y in zip(a[1:], b[1:], strict=True)
@@ -140,7 +139,7 @@ def _alike(a: list[Node], b: list[Node]) -> bool:
 
 
 def joined_by(user: Node) -> Node | None:
-    """The cat, or the last of what fills a tensor, that is all that a split, slice or pick leads to."""
+    """The cat, or the last fill of a tensor, that is the only destination of a split, slice or pick."""
     return split_cat.joined_by(user, REARRANGES)
 
 

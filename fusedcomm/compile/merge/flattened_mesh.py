@@ -1,7 +1,7 @@
 """The process groups of a mesh, of each dim and of all dims together, made before any graph is compiled.
 
 A graph may be compiled on one rank only, while the others find it in their cache, so no group can be made then.
-Everything here but the names of the groups is equal on all ranks of the mesh, so that passes which use it decide alike.
+Everything here but the names of the groups is equal on all ranks of the mesh, so passes decide alike.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MeshGroup:
 
 @dataclass(frozen=True)
 class FlattenedMesh:
-    """``sizes`` of the mesh's dims, and a group for each subset of those that have several ranks."""
+    """``sizes`` of the mesh's dims, and a group for each subset of the dims of several ranks."""
 
     sizes: tuple[int, ...]
     groups: tuple[MeshGroup, ...]
@@ -45,7 +45,7 @@ class FlattenedMesh:
 def flatten(meshes: DeviceMesh | Sequence[DeviceMesh]) -> tuple[FlattenedMesh, ...]:
     """Make the groups that are missing. To be called on all ranks, for the same meshes in the same order.
 
-    Raises ValueError for what is no mesh, or a mesh without this rank.
+    Raises ValueError for no mesh, or a mesh without this rank.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

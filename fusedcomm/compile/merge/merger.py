@@ -1,8 +1,8 @@
 """Collectives that follow each other over different dims of one mesh become one over these dims together.
 
-DTensor, for example, communicates one mesh dim at a time. `mesh_moves` says what may become what, and why no more is
-sent; the groups exist already (`flattened_mesh`). A chain begins with a collective. Each next collective, and nothing
-else, reads what the last one has brought, rearranged. Merged reductions add in another order.
+DTensor, for example, communicates one mesh dim at a time. `mesh_moves` has the rules, and why no more is sent; the
+groups exist already (`flattened_mesh`). In a chain, each next collective is the only reader of the last one's result,
+rearranged. Merged reductions add in another order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Chain:
-    """``target`` is the last node that only rearranges what the last of ``collectives`` brings."""
+    """``target`` is the last node that only rearranges the result of the last of ``collectives``."""
 
     x: Node
     x_layout: Layout
@@ -44,7 +44,7 @@ class Chain:
 
 
 class Merger:
-    """Merges, and never breaks a graph: what cannot be merged stays, and ``reasons`` says why.
+    """Merges, and never breaks a graph: other collectives stay, and ``reasons`` says why.
 
     ``fuse_ops``: merging must not leave fewer collectives that these ops can fuse.
     """
@@ -53,7 +53,7 @@ class Merger:
         self.graph = graph
         self.rewriter = Rewriter(graph)
         self.fuse_ops = fuse_ops
-        self.into: dict[str, str] = {}  # from the name of a start that is gone to that of the merged one
+        self.into: dict[str, str] = {}  # name of a start that is gone -> name of the merged one
         self.reasons: dict[str, list[str]] = {}  # by the name of the start
 
     def merge(self, mesh: FlattenedMesh) -> None:
@@ -97,7 +97,7 @@ class Merger:
         return True
 
     def _num_fused(self, starts: Iterable[Node], x: Node, old_users: list[Node]) -> int:
-        """How many merged collectives can be fused once the old ones, which also read x, are gone."""
+        """The number of merged collectives that can be fused once the old readers of x are gone."""
         with hidden_from(x, old_users):
             return sum(map(self._can_fuse, starts))
 
@@ -106,7 +106,7 @@ class Merger:
 
 
 def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
-    """The chains from start that are better merged, the best first. Raises CannotFuse if there are none."""
+    """The chains from start worth merging, the best first. Raises CannotFuse if there are none."""
     first = collectives.read(start)
     path = path_back(first.sent, through_casts=False)
     try:
@@ -114,7 +114,7 @@ def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
     except CannotFuse:
         if len(path) == 1:
             raise
-        # The dims of the path's first node may hide what is exchanged. A chain that they only shorten stays short.
+        # The dims of the path's first node may hide the exchanged dim. A chain that they only shorten stays short.
         return _find(path[-1:], first, mesh)
 
 
@@ -140,10 +140,7 @@ def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chai
 
 
 def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
-    """The moves with what follows node, the node that it brings, and its collective, if it is one.
-
-    Raises CannotFuse where the chain ends.
-    """
+    """One step along the chain: returns (moves, result node, collective or None). Raises CannotFuse at its end."""
     users = list(node.users)
     if len(users) != 1:
         raise CannotFuse(f"what arrives goes to {', '.join(map(name_of, users[:3]))}" if users else "nothing reads it")
@@ -162,7 +159,7 @@ def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
 
 
 def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:
-    """The merged collectives' starts by kind, and the node that stands for the chain's target."""
+    """Returns (starts of the merged collectives by kind, replacement of the chain's target)."""
     node, layout, made = chain.x, chain.x_layout, {}
     for kind, group in chain.moves.merged():
         sent, received = _sent_and_received(chain.moves, kind, group, layout)
@@ -176,7 +173,7 @@ def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:
 
 
 def _sent_and_received(moves: Moves, kind: str, group: MeshGroup, layout: Layout) -> tuple[Layout, Layout]:
-    """Layouts of what a merged collective sends and brings, for a tensor of the given layout."""
+    """Layouts (sent, received) of a merged collective, for a tensor of the given layout."""
     if kind == "all_reduce":
         return layout, layout
     assert group.order is not None

@@ -1,6 +1,6 @@
-"""What a chain of collectives over dims of one mesh does to a tensor: one move per mesh dim, and these moves commute.
+"""A chain of collectives over dims of one mesh, as one move of the tensor per mesh dim; these moves commute.
 
-Let rank c, whose coordinate in mesh dim d is c[d], hold x_c. In the end it has x_p, where, for each d,
+Let rank c, with coordinate c[d] in mesh dim d, hold x_c. In the end it has x_p, where, for each d,
     all_gather      p[d] is the index of a new factor, the sources
     all_to_all      likewise, and only block c[d] of x is taken
     reduce_scatter  all p[d] are reduced, and only block c[d] of x is taken
@@ -13,9 +13,9 @@ Two collectives of one kind never send less than the merged one does. For R = a 
     all_gather      (a - 1) + a (b - 1) = R - 1                         the same merged
     reduce_scatter  (1 - 1/a) + (1 - 1/b) / a = 1 - 1/R                 the same merged
     all_to_all      (1 - 1/a) + (1 - 1/b) >= 1 - 1/R                    all_reduce: twice that
-If there are several kinds, what makes the tensor smaller comes first, and what makes it larger last, so that the others
-send no more than before. Only an all_reduce in place of a reduce_scatter and an all_gather can make those between them
-larger; `traffic` shows it.
+If there are several kinds, moves that shrink the tensor come first, and moves that grow it last, so that the others
+send no more than before. Only an all_reduce in place of a reduce_scatter and an all_gather can enlarge the moves
+between them; `traffic` shows it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.redistribution.sharding import REDUCE_OPS
 from fusedcomm.redistribution.steps import merged_op
 
-KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")  # in the order in which they are sent
+KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")  # in the order of sending
 PART = "part"  # each rank keeps its own part: nothing is sent, and less is left
 
 
@@ -41,7 +41,7 @@ PART = "part"  # each rank keeps its own part: nothing is sent, and less is left
 class Move:
     kind: str
     blocks: Factor | None = None  # cut from x
-    sources: Factor | None = None  # tell apart what arrives
+    sources: Factor | None = None  # index of the sender
     reduce_op: str | None = None
 
 
@@ -50,12 +50,12 @@ class Moves:
     """``sent`` has the kind and number of ranks of each collective of the chain as it is."""
 
     mesh: FlattenedMesh
-    layout: Layout  # layout of what the chain has made of x so far
+    layout: Layout  # of the chain's result so far
     by_dim: tuple[tuple[int, Move], ...] = ()
     sent: tuple[tuple[str, int], ...] = ()
 
     def at(self, layout: Layout) -> Moves:
-        """The moves after what has arrived is rearranged."""
+        """The moves after the result is rearranged."""
         return replace(self, layout=layout)
 
     def then(self, collective: Collective) -> Moves:
@@ -81,10 +81,10 @@ class Moves:
         return Moves(self.mesh, layout, tuple(moves.items()), sent)
 
     def own_part(self, dim: int, num_parts: int, index: int) -> Moves:
-        """The moves if only part ``index`` along dim of what has arrived is used, which is this rank's in one mesh dim.
+        """The moves if only part ``index`` of the result along dim is used: this rank's own in one mesh dim.
 
-        Sizes must tell which mesh dim that is, because a rank may have equal coordinates in several, and what is done
-        on one rank must be done on all. Nor may it be that all ranks keep, say, part 0: see `normalize.find`.
+        Sizes must identify the mesh dim, because a rank may have equal coordinates in several, and all ranks must
+        decide alike. Nor may it be that all ranks keep, say, part 0: see `normalize.find`.
         """
         moves = dict(self.by_dim)
         kept = [d for d, move in moves.items() if move.kind in ("all_to_all", "reduce_scatter")]
@@ -121,7 +121,7 @@ class Moves:
         return after < before and after[1] <= before[1]
 
     def cost(self, chain: Sequence[tuple[str, int]]) -> tuple[int, Fraction]:
-        """The collectives left of a chain that begins with what is merged here, and what they send."""
+        """Returns (number of collectives left, traffic) of a chain that begins with the moves merged here."""
         left = [(kind, self._size(group.dims)) for kind, group in self.merged()] + list(chain[len(self.sent) :])
         return _number(left), traffic(left)
 
@@ -132,7 +132,7 @@ class Moves:
         return dict(self.by_dim)[group.dims[0]].kind
 
     def reduction(self, group: MeshGroup) -> tuple[str, int]:
-        """The reduce_op over a group of ``merged``, and the number by which its operand is divided first."""
+        """Returns (reduce_op, divisor of the operand) for a group of ``merged``."""
         moves = dict(self.by_dim)
         ops = [str(moves[d].reduce_op) for d in group.dims]
         if len(ops) == 1:
@@ -162,7 +162,7 @@ class Moves:
 
 
 def traffic(sent: Sequence[tuple[str, int]]) -> Fraction:
-    """What a rank sends in a chain of collectives (kind, number of ranks), in units of its first tensor."""
+    """A rank's traffic in a chain of collectives (kind, number of ranks), in units of its first tensor."""
     total, size = Fraction(0), Fraction(1)
     for kind, num_ranks in sent:
         others = Fraction(num_ranks - 1, num_ranks)
@@ -180,7 +180,7 @@ def _number(sent: Sequence[tuple[str, int]]) -> int:
 
 
 def _after(move: Move | None, collective: Collective, blocks: Factor | None, size: int) -> tuple[Move, Factor | None]:
-    """The move of one mesh dim after one more collective, and the factor that tells apart what arrives."""
+    """Returns (move of one mesh dim after one more collective, factor of the senders in its result)."""
     kind = collective.kind
     if move is not None:
         if (move.kind, kind) != ("reduce_scatter", "all_gather"):

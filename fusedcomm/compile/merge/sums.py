@@ -1,7 +1,7 @@
 """``all_reduce(a) + all_reduce(b)`` becomes ``all_reduce(a + b)``, which sends half as much; so does reduce_scatter.
 
-A layer under tensor parallelism makes such sums in its backward: the gradient of what q, k and v are made of is reduced
-once for each. If a and b are results of matmuls, one op of fusedcomm then makes both matmuls and their reduction.
+A layer under tensor parallelism makes such sums in its backward: the gradient of the common input of q, k and v is
+reduced once for each. If a and b are results of matmuls, one op of fusedcomm does both matmuls and their reduction.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Term:
 
     node: Node
     collective: Collective
-    x: Node  # what is sent, before any node that only rearranges it
+    x: Node  # the operand, before any node that only rearranges it
     x_layout: Layout
-    target: Layout  # layout of x where its reduction has the shape of the sum
+    target: Layout  # of x such that its reduction has the shape of the sum
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -52,10 +52,10 @@ class Term:
 
 
 class SumMerger:
-    """Merges the reductions that are terms of one sum. ``into`` has the merged one's name for each that is gone.
+    """Merges reductions that are terms of one sum. ``into``: name of a gone reduction -> name of the merged one.
 
-    ``plain``: whether also those that no op fuses. An op tells a peer that runs another graph, as one rank that
-    compiles its function anew does; a plain reduction would take the peer's numbers.
+    ``plain``: also merge reductions that no op fuses. An op detects a peer that runs another graph, as after one rank
+    recompiles its function; a plain reduction would take the peer's numbers.
     """
 
     def __init__(self, graph: Graph, fuse_ops: Sequence[str] = (), plain: bool = True) -> None:
@@ -100,7 +100,7 @@ class SumMerger:
         return Term(wait, collectives.read(start), x, a.x_layout if a.order == b.order else a.target, a.target)
 
     def _emit(self, a: Term, b: Term) -> tuple[Node, Node]:
-        """The sum of what both send, and the start of its reduction."""
+        """Returns (sum of both operands, start of its reduction)."""
         call, arrange = self.rewriter.call, self.rewriter.arrange
         if a.order == b.order:  # added before it is rearranged, as an op for a sum of matmuls wants it
             x = call(aten.add.Tensor, a.x, self.rewriter.reshape(b.x, a.x_layout.shape))
@@ -112,7 +112,7 @@ class SumMerger:
         return x, call(start.target, self.rewriter.contiguous(sent), *start.args[1:])
 
     def _check_fused(self, wait: Node, a: Term, b: Term) -> None:
-        """Raises CannotFuse if no op can fuse what wait waits for once it is in the place of a and b."""
+        """Raises CannotFuse if no op can fuse the merged reduction of ``wait`` in the place of a and b."""
         with ExitStack() as stack:
             a.node.replace_all_uses_with(wait)
             stack.callback(wait.replace_all_uses_with, a.node)
@@ -124,7 +124,7 @@ class SumMerger:
 
 
 def _has_room(collective: Collective) -> bool:
-    """Whether a sum made before the reduction is the same: a narrow one overflows where the results do not."""
+    """Whether adding before the reduction is safe: a narrow dtype overflows where the results do not."""
     dtype = value(collective.sent).dtype
     if dtype.is_floating_point or dtype.is_complex:
         return torch.finfo(dtype).max > torch.finfo(torch.float16).max
@@ -162,7 +162,7 @@ def _only(users: dict[Node, None]) -> list[Node]:
 
 
 def _read(node: Node, user: Node) -> Term | None:
-    """The reduction that node is, or None if it is another term. Raises CannotFuse."""
+    """node as a reduction, or None if it is another term. Raises CannotFuse."""
     path = path_back(node, through_casts=False)
     start = path[0].args[0] if path[0].target is WAIT else None
     if not isinstance(start, Node) or collectives.kind_of(start) not in ("all_reduce", "reduce_scatter"):

@@ -33,7 +33,7 @@ Bucket: TypeAlias = "tuple[str, ...]"  # names of the starts, in their order
 
 
 def find(program: Program, order: Sequence[int], timeline: Timeline, estimator: Estimator) -> list[Bucket]:
-    """Buckets that make exposed collectives end earlier. ``timeline`` is that of the program in ``order``.
+    """Buckets that make exposed collectives end earlier. ``timeline``: of the program in ``order``.
 
     There are none if they could save less than `LEAST_GAIN` of the whole.
     """
@@ -78,7 +78,7 @@ class _Open:
         total, number = self.sent_bytes + sent_bytes, len(self.names) + 1
         apart_ms = self.apart_ms + estimator.transfer(self.kind, sent_bytes, self.group_name).ms
         together_ms = estimator.transfer(self.kind, total, self.group_name).ms + estimator.copy_ms(total)
-        if self.kind in ("all_gather", "all_to_all"):  # what arrives lies by rank, so results are copied out
+        if self.kind in ("all_gather", "all_to_all"):  # the result is ordered by rank, so parts are copied out
             received = total * (self.group_size if self.kind == "all_gather" else 1)
             together_ms += number * estimator.copy_ms(received / number)
         if position[member.start] > self.first_wait or total > MOST_BYTES or together_ms >= apart_ms:
@@ -90,9 +90,9 @@ class _Open:
 
 
 def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
-    """Merge what is in each bucket; returns the buckets by the names of their starts.
+    """Merge each bucket; returns the buckets by the names of their starts.
 
-    The graph must be in the order in which the buckets were found.
+    The graph must have the same order as when the buckets were found.
     """
     nodes = {node.name: node for node in graph.nodes}
     rewriter, made = Rewriter(graph), {}
@@ -110,7 +110,7 @@ def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
 
 
 def _before_exposed(timeline: Timeline) -> set[str]:
-    """Names of the exposed collectives, and of those that come before them on their link without a gap."""
+    """Names of the exposed collectives, and of their predecessors on the link without a gap."""
     links: dict[str, list[Line]] = {}
     for line in timeline.collectives:
         links.setdefault(line.link, []).append(line)
@@ -165,7 +165,7 @@ def _start(rewriter: Rewriter, members: Sequence[Collective]) -> Node:
 
 
 def _results(rewriter: Rewriter, members: Sequence[Collective], received: Node) -> list[Node]:
-    """What stands for each member's wait, and is contiguous, as the wait's result is."""
+    """Contiguous replacements of the members' waits."""
     first = members[0]
     if first.kind == "all_gather":
         received = rewriter.reshape(received, [first.group_size, value(received).numel() // first.group_size])

@@ -1,10 +1,9 @@
-"""What must stay before what, beyond what the arguments of the nodes say: writes, effects, messages.
+"""Dependencies between nodes beyond their arguments: writes, effects, messages.
 
-A node that writes to memory stays after everything that touched this memory before it, and before everything that
-touches it afterwards. A wait touches what its start reads, and writes what its start writes: until the wait, the
-collective may still do so.
+A node that writes to memory stays after every earlier use of this memory, and before every later one. A wait reads and
+writes the same memory as its start: until the wait, the collective may still do so.
 
-Where peers have other graphs, all that communicates keeps the order of the program, which is that of all ranks.
+Where peers have other graphs, all communication keeps the order of the program, common to all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fusedcomm.compile.overlap.memory import Memory
 
 
 def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memory: Memory) -> list[list[int]]:
-    """For each node, the indices of those that it must stay after."""
+    """For each node, the indices of the nodes that it must stay after."""
     index = {node: i for i, node in enumerate(nodes)}
     before = [{index[each] for each in node.all_input_nodes} for node in nodes]
     writes = [_writes(node, index, memory) for node in nodes]
@@ -55,12 +54,12 @@ def predecessors(nodes: Sequence[Node], waits_for: Sequence[Sequence[int]], memo
 
 
 def _communicates(node: Node) -> bool:
-    """Whether node starts a collective, or has one inside, as the ops of fusedcomm and other packages' have."""
+    """Whether node starts a collective, or has one inside, as ops of fusedcomm and of other packages."""
     return kind_of(node) is not None or argument_of(node, "group_name") is not None or opaque.name_of(node) is not None
 
 
 def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
-    """The storages that node writes to, except those that it makes."""
+    """The storages that node writes to, except its own results."""
     if node.op in ("placeholder", "get_attr", "output"):
         return set()
     schema = getattr(node.target, "_schema", None)

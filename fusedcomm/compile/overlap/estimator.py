@@ -1,4 +1,4 @@
-"""How long each node of a graph takes. Nothing is run: formulas and a few constants of the machine give the times.
+"""The time of each node of a graph. Nothing is run: formulas and a few constants of the machine give the times.
 
     matmul             `cost.model.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
     attention,         the same from torch's FLOP formulas (torch.utils.flop_counter), without tiles
@@ -7,12 +7,12 @@
     view, wait, ...    0
     collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
                        `cost.model.Constants.collective`
-    fused ops          the matmul beside what it sends; the best of `cost.model.estimate`, as the planner chooses, or
+    fused ops          the matmul beside its transfer; the best of `cost.model.estimate`, as the planner chooses, or
                        `cost.in_pieces` between nodes. CPU groups count as inside one
 
-The numbers are the default ones of `cost`, those that `fusedcomm tune` measured, or the user's own, by node. Inductor's
-config gives ``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way.
-They are read when an Estimator is made. An Estimator never changes, and two with the same digest give the same times.
+The numbers are the defaults of `cost`, results of `fusedcomm tune`, or the user's own, by node. Inductor's config gives
+``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way. They are read
+when an Estimator is made. An Estimator never changes, and two with the same digest give the same times.
 
 Ranks must agree, or they order their collectives differently: see `Estimator.agreed`.
 """
@@ -61,8 +61,7 @@ WHAT = "fusedcomm agreement on estimates"
 
 
 class Estimator:
-    """How long the nodes of a graph take, from formulas and constants (`fusedcomm/plan/cost/model.py`,
-    `fusedcomm/plan/cost/links.py`).
+    """The times of a graph's nodes, by the formulas and constants of `fusedcomm/plan/cost/`.
 
     An Estimator never changes, and equals another of the same digest. `docs/overlap.md` has the formulas.
 
@@ -70,7 +69,7 @@ class Estimator:
         device_type: "cuda" or "cpu".
         constants: of that device_type; None: the default ones: of one H200, published ones of its links, and guesses.
         ranks_per_node: global ranks 0 to that - 1 are the first node, and so on.
-        times: ms by the name of a node, which count in place of an estimate.
+        times: ms by the name of a node, in place of an estimate.
 
     Attributes:
         device_type: "cuda" or "cpu".
@@ -136,7 +135,7 @@ class Estimator:
         return Estimator(device_type, constants=next((each for each in measured if each is not None), None))
 
     def digest(self) -> str:
-        """Return a text that is equal for Estimators that say the same."""
+        """Return a text, equal for Estimators with equal estimates."""
         return self._digest
 
     def __eq__(self, other: object) -> bool:
@@ -151,7 +150,7 @@ class Estimator:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """Everything on which its estimates depend, as JSON."""
+        """All inputs of its estimates, as JSON."""
         return {
             "device_type": self.device_type,
             "ranks_per_node": self.ranks_per_node,
@@ -161,10 +160,10 @@ class Estimator:
             "times": self.times,
         }
 
-    # what a node costs
+    # costs of nodes
 
     def cost(self, node: Node) -> NodeCost:
-        """Return what a node takes: ms on the compute stream, and ms of a transfer beside it."""
+        """Return the cost of a node: ms on the compute stream, and ms of a transfer beside it."""
         kind = node_work.work_of(node)
         if kind is Work.START:
             found = self._start(node)
@@ -175,9 +174,7 @@ class Estimator:
         return _told(found, self.times[node.name]) if node.name in self.times else found
 
     def transfer(self, kind: str, sent_bytes: float, group_name: str) -> Transfer:
-        """Return what a collective takes whose start is given ``sent_bytes``; a group that is not known counts as a
-        node.
-        """
+        """Return the time of a collective with an operand of ``sent_bytes``; an unknown group counts as a node."""
         at = self._reach(group_name) or links.Reach(links.INTRA, self.ranks_per_node, self.ranks_per_node - 1)
         if at.group_size == 1:
             return Transfer(at.link, group_name, 0.0, 0.0)
@@ -193,7 +190,7 @@ class Estimator:
         return Transfer(at.link, group_name, 1e3 * latency, 1e3 * wire)
 
     def copy_ms(self, num_bytes: float) -> float:
-        """Return what a kernel takes that reads and writes that many bytes."""
+        """Return the time of a kernel that reads and writes that many bytes."""
         return 1e3 * self.constants.copy(num_bytes)
 
     def can_fuse(self, group_name: str) -> bool:
@@ -202,7 +199,7 @@ class Estimator:
         return at is not None and at.group_size > 1
 
     def fused(self, op: str, args: Sequence[Any]) -> NodeCost:
-        """What ``torch.ops.fusedcomm.<op>(*args)`` takes; tensors can be fake."""
+        """Return the cost of ``torch.ops.fusedcomm.<op>(*args)``; tensors can be fake."""
         plain = pytree.tree_map(node_work.stand_in, list(args))
         group_name = OPS[op].by_name(plain)["group_name"]
         try:
@@ -230,7 +227,7 @@ class Estimator:
         return NodeCost(compute_ms, _at_most(transfer, total_ms), total_ms)
 
     def _times(self, op: str, exchange: Exchange, dtype: str, group_name: str) -> Mapping[str, float]:
-        """Seconds by algorithm, of those that the group has."""
+        """Seconds by algorithm available to the group."""
         at = self._reach(group_name)
         if at is None or at.link == links.INTRA:
             return estimate(op, exchange, dtype, self.constants)
@@ -311,11 +308,10 @@ class Estimator:
             return at
         return links.Reach(links.INTRA, at.group_size, at.group_size - 1)  # gloo's numbers hold inside a host
 
-    # what ranks agree on
+    # agreement between ranks
 
     def agreed(self, group: Any = None) -> Estimator:
-        """Return an Estimator that is the same on all ranks: where they differ, of each number the median of the ranks
-        that have it.
+        """Return an Estimator equal on all ranks: of each number that differs, the median of the ranks that have it.
 
         It is a collective; one small vote where nothing differs.
 
@@ -323,7 +319,7 @@ class Estimator:
             group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 
         Raises:
-            ValueError: ranks differ in what has no median, device_type or ranks_per_node; raised on all ranks alike.
+            ValueError: ranks differ in device_type or ranks_per_node; raised on all ranks alike.
             PeerTimeoutError: a rank did not come within ``FUSEDCOMM_TIMEOUT_S``; the error names it.
         """
         pg = _peers(group)
@@ -400,7 +396,7 @@ def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> flo
 
 
 def _told(found: NodeCost, ms: float) -> NodeCost:
-    """The cost, with the user's number for the time that the node takes."""
+    """The cost, with the user's time of the node."""
     if found.transfer is None:
         return NodeCost(ms)
     transfer = _at_most(found.transfer, ms)
@@ -416,7 +412,7 @@ def _at_most(transfer: Transfer, ms: float) -> Transfer:
 
 
 def _peers(of: Any) -> dist.ProcessGroup | None:
-    """The group to agree in; None where there is nobody to agree with."""
+    """The group to agree in; None without peers."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     pg = group.find(group.resolve(of)[1])
@@ -461,7 +457,7 @@ def device_type_of(graph: Graph) -> str:
 def agreed_ones(own: Estimator | None = None) -> tuple[Estimator, ...]:
     """An agreed Estimator per type of device: ``own``, or one with the tuned numbers of the largest tuned group."""
     found = []
-    for device_type in DEFAULTS:  # each rank agrees as often as the others, whatever it has itself
+    for device_type in DEFAULTS:  # each rank votes equally often, with or without tuned numbers
         if own is not None and own.device_type == device_type:
             found.append(own.agreed())
         else:

@@ -1,11 +1,10 @@
 """Inductor's generated code keeps the order of a scheduled graph: collectives, waits, matmuls and other whole kernels.
 
-Inductor moves kernels when it fuses pointwise ops (a fused kernel stands where its first op stood, and pulls up what
-any of them needs, such as a wait) and when it looks for an order of less memory. So each whole kernel of a graph that
-was `mark`ed is made to come after the one before it, by the same edges without data that Inductor puts between
-collectives, from each start to its wait: where nothing is in flight, Inductor finds the order of least memory as it
-would without this pass. Pointwise kernels and reductions get no edge: they fuse, and move, as far as
-the others leave them room.
+Inductor moves kernels when it fuses pointwise ops (a fused kernel stands where its first op stood, and pulls up its
+inputs, such as a wait) and when it looks for an order of less memory. So each whole kernel of a `mark`ed graph comes
+after the one before it, by the same edges without data that Inductor puts between collectives, from each start to its
+wait: where nothing is in flight, Inductor finds the order of least memory as it would without this pass. Pointwise
+kernels and reductions get no edge: they fuse, and move, as far as the others leave them room.
 
 Importing this imports Inductor, which takes a second.
 """
@@ -71,7 +70,7 @@ class KeepOrder(_Base):  # type: ignore[misc]
         return key_before and (key, key_before)
 
 
-_set: Any = None  # what install() set
+_set: Any = None  # by install()
 
 
 def install() -> None:
@@ -84,7 +83,7 @@ def install() -> None:
 
 
 def remove() -> None:
-    """Put back what was set before `install()`, unless somebody has set another pass since, which stays."""
+    """Restore the setting before `install()`; a pass that was set since stays."""
     global _set
     current: Any = config._pre_fusion_custom_pass
     if _set is not None and current is _set:
@@ -93,7 +92,7 @@ def remove() -> None:
 
 
 def _is_whole(node: BaseSchedulerNode) -> bool:
-    """Whether node is one call or template: not what Inductor makes of pointwise ops, nor a part of a result."""
+    """Whether node is one call or template: neither a pointwise kernel of Inductor, nor a part of a result."""
     whole = isinstance(node.node, (ir.ExternKernel, ir.TemplateBuffer)) and not isinstance(node.node, ir.MultiOutput)
     return whole and bool(node.outputs)
 

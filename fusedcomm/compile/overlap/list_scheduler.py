@@ -2,15 +2,14 @@
 
 This is list scheduling along the order as it is, with the simulator's clock. At each step:
 
-1. A collective whose result is needed soon is started, as soon as its operand can be had: so early that all collectives
-   on its link, one after the other, end in time; and never so early that memory exceeds the budget.
-2. The first node that can run does. A wait can run when its collective has ended. Until then, what depends on it is
-left
-   aside and what comes later runs, but nothing that takes much longer than what is left to wait for.
+1. A collective is started as soon as its result is needed soon and its operand is available: so early that all
+   collectives on its link, one after the other, end in time; and never so early that memory exceeds the budget.
+2. The first node that can run does. A wait can run when its collective has ended. Until then, nodes that depend on it
+   are left aside and later ones run, but none that takes much longer than the rest of the wait.
 3. If no node can run, or memory has room for the next node of the old order only, that one runs, and waits.
 
-What was left aside can be run at any time, which leads back to the memory of the old order. What was started or
-computed early cannot be taken back, so its memory is checked against all of the old order that it passes.
+Nodes left aside can run at any time: that leads back to the memory of the old order. Early starts and early results
+cannot be taken back, so their memory is checked against all of the old order that they pass.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.simulator import Clock
 
 _AHEAD = 400  # how many nodes of the old order a node may pass to run beside a wait
-_LONGER = 1.5  # what runs beside a wait may take this many times what is left to wait for
+_LONGER = 1.5  # a node beside a wait may take this many times the rest of the wait
 _TRIED = 4  # how many due starts of a link are tried while memory has no room for the first
 _PROLOGUE = 64  # the most nodes that may run early with a start
 _ROUNDING = 1e-9  # ms
@@ -60,7 +59,7 @@ class _ListScheduler:
         self.missing = [len(each) for each in self.before]
         self.ready = [p for p, count in enumerate(self.missing) if count == 0]
         self.waiting: set[int] = set()  # waits whose collectives have started and not ended
-        self.needed: list[tuple[int, int]] = []  # heap of (when its result is needed, wait); some no longer wait
+        self.needed: list[tuple[int, int]] = []  # heap of (position of the first use, wait); some no longer wait
         light = light_nodes(program)
         self.light = [light[i] for i in self.base]
         self.need = needs(program, base)
@@ -69,7 +68,7 @@ class _ListScheduler:
         self.lacked_by: dict[int, list[int]] = {}
         self.to_start = self._start_times()
         self.due: dict[str, deque[int]] = {}  # starts per link; one of the first is next, once memory has room for it
-        self.full_at: dict[int, int] = {}  # where memory had no room, by the end of what was to be passed
+        self.full_at: dict[int, int] = {}  # node without room, by the end of the nodes to be passed
 
     def order(self) -> list[int]:
         while self.first < len(self.base):
@@ -93,7 +92,7 @@ class _ListScheduler:
         p = self.ready[0]
         if p == self.first:
             return heapq.heappop(self.ready)
-        need, wait = self.needed[0]  # only what is behind a wait is left aside
+        need, wait = self.needed[0]  # only nodes behind a wait are left aside
         if need > p:
             return heapq.heappop(self.ready) if self._fits(p) else self.first
         if self._may_run_early(p, wait):
@@ -101,14 +100,14 @@ class _ListScheduler:
         return wait if self.live.live < self.budget else self.first
 
     def _may_run_early(self, p: int, wait: int) -> bool:
-        """Whether node p may run beside a collective, although it comes after what needs the collective's result."""
+        """Whether node p may run beside a collective, before earlier users of the collective's result."""
         left = max(self.clock.left(start) for start in self.waits_for[wait])
         if p - wait > _AHEAD or self.costs[p].compute_ms > _LONGER * left:
             return False
         return self.live.live + self.memory.made(self.base[p]) <= self.budget and self._allocates_early([p])
 
     def _fits(self, p: int) -> bool:
-        """Whether memory has room for what node p allocates, and then for all that is left aside before it."""
+        """Whether memory has room for the results of node p, and then of all nodes left aside before it."""
         while self.reached < p:
             if not self.done[self.reached]:
                 self.aside[self.reached] = self.memory.made(self.base[self.reached])
@@ -191,8 +190,8 @@ class _ListScheduler:
     def _is_full(self, end: int, more: int) -> bool:
         """Whether memory has no room for ``more`` at some node from the first that is not done to the one before end.
 
-        What is due is tried at each step until there is room, and what it passes can be most of the program. So the
-        node without room is looked at first the next time: what it holds never falls.
+        Due starts are tried at each step until there is room, and can pass most of the program. So the node without
+        room is checked first the next time: its memory never falls.
         """
         at = self.full_at.get(end, -1)
         if at < self.first or self.profile[at] + more <= self.budget:
@@ -203,8 +202,8 @@ class _ListScheduler:
     def _start_times(self) -> list[tuple[float, int]]:
         """A heap of (compute that must have been done, start): the latest that is in time, less a margin.
 
-        It is made from the last to the first: a collective ends before it is needed, and before the next one on its
-        link begins. One whose result is needed much later, as a sum of gradients is, stays near where it was.
+        Made from the last to the first: a collective ends before it is needed, and before the next one on its link
+        begins. One that is needed much later, as a sum of gradients, stays near its old position.
         """
         clock = np.cumsum([0.0, *(cost.compute_ms for cost in self.costs)])
         late = [0.0] * len(self.base)  # when the node must have ended, so that the next that computes is in time
@@ -228,7 +227,7 @@ class _ListScheduler:
         heapq.heapify(times)
         return times
 
-    # what is known beforehand
+    # precomputed
 
     def _profile(self) -> np.ndarray:
         live = self.memory.track()
@@ -274,9 +273,9 @@ def defer(
 ) -> list[int]:
     """Returns ``base`` with compute that is needed only later moved from before an exposed start to behind it.
 
-    ``exposed_ms`` has, by index of the start, what is exposed in ``order``, which `reorder` makes of ``base``. As much
-    compute moves as hides the collective, from what is nearest before it in ``order``; a node stays if memory has no
-    room for its operands until then.
+    ``order``: the result of `reorder` for ``base``. ``exposed_ms``: index of a start -> its exposed time in ``order``.
+    As much compute moves as hides the collective, the nearest before it in ``order`` first; a node stays if memory has
+    no room for its operands until then.
     """
     position, placed = {i: p for p, i in enumerate(base)}, {i: p for p, i in enumerate(order)}
     need, light, memory = needs(program, base), light_nodes(program), program.memory

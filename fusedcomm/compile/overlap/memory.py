@@ -1,9 +1,9 @@
-"""The memory that an order of a graph needs: what each node allocates, and what is freed after its last use.
+"""The memory that an order of a graph needs: allocations of each node, and frees after the last use.
 
-Tensors that share a storage, as views do, count once. A wait returns what its start has allocated, and what the start
-reads lives until the wait. The fake tensors of a wait, and all those of a graph that was traced with real tensors, have
-storages of their own: there the schemas say which results are views. Inputs belong to the caller, except what a forward
-graph has saved for its backward, which is freed after its last use. Results live until the end.
+Tensors that share a storage, as views do, count once. A wait returns its start's allocation, and the start's operands
+live until the wait. The fake tensors of a wait, and of a graph that was traced with real tensors, have storages of
+their own: there the schemas say which results are views. Inputs belong to the caller, except tensors that a forward
+graph has saved for its backward: they are freed after their last use. Results live until the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Memory:
         index = {node: i for i, node in enumerate(nodes)}
         numbers: dict[int, int] = {}
         kept = _kept(graph)
-        in_place = writes_before_end(graph)  # if so, what may be a view must be taken for one
+        in_place = writes_before_end(graph)  # if so, a possible view counts as one
         attributes: dict[str, list[int]] = {}
         self._starts_with: list[int] = []
         for i, node in enumerate(nodes):
@@ -62,7 +62,7 @@ class Memory:
                 self.uses[storage] += 1  # never freed
 
     def _shared(self, node: Node, index: dict[Node, int], in_place: bool) -> list[int]:
-        """The storages that hold node's results if these are views, as the node's target says."""
+        """The storages of node's results if these are views, by the node's target."""
         if node.target is operator.getitem and isinstance(node.args[0], Node):
             items, at = self.of[index[node.args[0]]], node.args[1]
             return [items[at]] if isinstance(at, int) and at < len(items) else []
@@ -114,7 +114,7 @@ class Tracker:
 
 
 def num_bytes(val: Tensor) -> int:
-    """The size of the storage, as far as val reaches; symbolic sizes are those of `layout.assumed`."""
+    """The size of the storage, as far as val reaches; symbolic sizes as in `layout.assumed`."""
     sizes, strides = [assumed(s) for s in val.shape], [assumed(s) for s in val.stride()]
     if 0 in sizes:
         return 0
@@ -130,7 +130,7 @@ def _storage(val: Tensor) -> int:
 
 
 def _viewed(node: Node, in_place: bool) -> list[Node]:
-    """What node's results surely are, or are views of. A reshape, which may copy, counts only if ``in_place``."""
+    """The inputs that node's results alias for certain; a reshape, as it may copy, counts only if ``in_place``."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say that it is a view

@@ -1,4 +1,4 @@
-"""What one node of a graph costs: time on the compute stream, and a transfer on a link beside it."""
+"""The cost of one node of a graph: time on the compute stream, and a transfer on a link beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Transfer:
 
     link: str  # "intra": inside a node; "inter": between nodes
     group: str  # collectives of one group run one after the other, in the order of their starts
-    latency_ms: float  # passes whatever else is on the link
+    latency_ms: float  # not slowed by other transfers on the link
     wire_ms: float  # bytes / bandwidth: k groups on a link get 1/k of it each
 
     @property
@@ -21,7 +21,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What one node takes."""
+    """The cost of one node."""
 
     compute_ms: float = 0.0  # on the compute stream
     transfer: Transfer | None = None  # a start's is asynchronous; that of an op of fusedcomm runs beside its matmul

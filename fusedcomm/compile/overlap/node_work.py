@@ -1,13 +1,13 @@
-"""What one node of a graph has to do: FLOP, and bytes that it reads and writes; symbolic sizes are `assumed`.
+"""The work of one node of a graph: FLOP, and bytes that it reads and writes; symbolic sizes are `assumed`.
 
 Inductor makes one kernel of pointwise nodes that read each other, so such a node
 
-    reads      what no pointwise node makes
+    reads      inputs that no pointwise node makes
     writes     its result, if anything but a pointwise node reads it
 
-where views are looked through. The rule is local: what two nodes of one kernel both read counts twice, and a reduction
-does not take its pointwise inputs, nor a matmul its epilogue, into its kernel. All other nodes read their inputs and
-write their results; lookups in a table read as much as they write.
+through views. The rule is local: an input of two nodes of one kernel counts twice, and a reduction does not take its
+pointwise inputs, nor a matmul its epilogue, into its kernel. All other nodes read their inputs and write their results;
+lookups in a table read as much as they write.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CASTS = {aten._to_copy, torch.ops.prims.convert_element_type}
 _CONSTANTS = {"full", "zeros", "ones", "arange", "scalar_tensor", "iota", "full_like", "zeros_like", "ones_like"}
 _CONSTANTS |= {"new_full", "new_zeros", "new_ones"}
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
-_ALLOCATIONS = ("empty", "new_empty", "sym_", "_assert", "device", "dtype")  # and other names of what runs on the host
+_ALLOCATIONS = ("empty", "new_empty", "sym_", "_assert", "device", "dtype")  # and other names of host work
 _X = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0}  # index of x; w is next
 _ATTENTION = "_scaled_dot_product_flash_attention"
 _SAME_FLOPS = {  # ops that have the FLOP of others, which torch knows
@@ -119,7 +119,7 @@ def flops(node: Node) -> float:
 
 
 def stand_in(each: Any) -> Any:
-    """What stands for a node or its value: no data, and sizes that are plain ints."""
+    """A meta tensor, or int, in place of a node or its value: no data, plain sizes."""
     if isinstance(each, Node):
         return pytree.tree_map(stand_in, each.meta.get("val"))
     if isinstance(each, Tensor):
@@ -164,7 +164,7 @@ def traffic(node: Node, work: Work) -> tuple[int, bool]:
     if work is Work.LOOKUP or not (written or mutates):
         return 2 * written, written > 0
     read = sum(map(bytes_of, node.all_input_nodes))
-    return read if mutates else read + written, True  # what it mutates is among its inputs
+    return read if mutates else read + written, True  # a mutated tensor is among its inputs
 
 
 def _read(source: Node) -> int:
@@ -173,7 +173,7 @@ def _read(source: Node) -> int:
         origin = origin.all_input_nodes[0]
     if work_of(origin) in FUSABLE:
         return 0
-    return min(bytes_of(source), bytes_of(origin))  # a part counts as that part, an expanded tensor as what it has
+    return min(bytes_of(source), bytes_of(origin))  # a part counts as that part, an expanded tensor as its storage
 
 
 def _is_written(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""A graph as lists by index, for the simulator and the passes: what each node costs, makes and must stay after."""
+"""A graph as lists by index, for the simulator and the passes: costs, memory and dependencies of each node."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Program:
 
 
 def _shape(nodes: list[Node]) -> list[tuple[object, list[int]]]:
-    """What tells graphs apart, except the names of their nodes."""
+    """A graph's structure without the names of its nodes."""
     index = {node: i for i, node in enumerate(nodes)}
     return [
         (node.target if node.op == "call_function" else node.op, [index[each] for each in node.all_input_nodes])

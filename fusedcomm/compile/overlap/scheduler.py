@@ -4,12 +4,12 @@
     print(report)
 
 Every step is tried on a copy and judged by the simulator: first the order alone (`list_scheduler`); then ops of
-fusedcomm for what is still exposed (`fuse`); then one collective for several (`buckets`). A step that does not shorten
-the total, or needs more memory than the budget, is not taken. So the graph that comes out is never slower than the one
-that went in, as far as the estimates are right.
+fusedcomm for collectives still exposed (`fuse`); then one for several (`buckets`). A step that does not shorten
+the total, or needs more memory than the budget, is not taken. So the new graph is never slower than the old one, as far
+as the estimates are right.
 
-The result depends on the graph and the estimator alone. Ranks whose graphs and estimators are equal (see
-`Estimator.agreed`) order the collectives of each group alike.
+The result depends on the graph and the estimator alone. Ranks with equal graphs and estimators (see `Estimator.agreed`)
+order the collectives of each group alike.
 """
 
 from __future__ import annotations
@@ -42,33 +42,31 @@ from fusedcomm.compile.overlap.timeline import Line, Timeline
 aten = torch.ops.aten
 
 _ROUNDS = 3
-_MORE_PERCENT, _MORE_BYTES = 5, 1 << 30  # by which the peak may rise: the larger of the two, as in torch's scheduler
+_MORE_PERCENT, _MORE_BYTES = 5, 1 << 30  # allowed rise of the peak: the larger of the two, as in torch's scheduler
 _NEAR = 8  # successive collectives that the same compute can hide
 _ROUNDING = 1e-6  # ms
 
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """What `schedule` did; ``str()`` is a table.
+    """The outcome of `schedule`; ``str()`` is a table.
 
     Attributes:
         before: the `Timeline` of the graph as it came.
         after: the `Timeline` of the graph as it is now.
-        fused: the ops that stand for collectives and their matmuls; each has ``op``, its name, and ``savings_us``.
-        buckets: merged collectives: the nodes that started them, by the name of the one that does for all.
+        fused: the ops that replace collectives and their matmuls; each has ``op``, its name, and ``savings_us``.
+        buckets: merged collectives: the name of the merged start -> the names of the former starts.
         reasons: why a collective is not fused, by the name of the node that starts it.
     """
 
     before: Timeline
     after: Timeline
     fused: list[Fused] = field(default_factory=list)
-    buckets: dict[str, buckets.Bucket] = field(default_factory=dict)  # merged starts, by the name of the new one
-    reasons: dict[str, list[str]] = field(default_factory=dict)  # why a collective is not fused, by its start's name
+    buckets: dict[str, buckets.Bucket] = field(default_factory=dict)
+    reasons: dict[str, list[str]] = field(default_factory=dict)
 
     def line(self, start: str) -> Line | None:
-        """Return where the collective is that started at the node of this name, on the timeline after; None if it is
-        fused.
-        """
+        """Return the line in ``after`` of the collective started by the node of this name; None if it is fused."""
         return self._lines.get(start)
 
     @cached_property
@@ -99,18 +97,18 @@ def schedule(
 ) -> OverlapReport:
     """Change an FX graph in place so that it has the same values in less time, as the simulator counts it.
 
-    Collectives are moved, merged, or fused with the matmuls beside them. The graph that comes out is never slower than
-    the one that went in, as far as the estimates are right.
+    Collectives are moved, merged, or fused with the matmuls beside them. The new graph is never slower than the old
+    one, as far as the estimates are right.
 
     Args:
         gm: plain FX, of aten ops and functional collectives, with fake or real tensors in ``meta["val"]``. Fake process
             groups do.
-        estimator: what nodes take; None: ``Estimator.of(gm.graph)``. It must be equal on all ranks
-            (`Estimator.agreed`). Nodes whose times are the user's own are moved only, neither fused nor merged.
+        estimator: times of nodes; None: ``Estimator.of(gm.graph)``. It must be equal on all ranks
+            (`Estimator.agreed`). Nodes with times of the user's own are moved only, neither fused nor merged.
         memory_budget_bytes: bytes that the peak must not exceed, as `simulate` counts it; where it is already higher,
             it does not rise. None: 5 % or 1 GiB more than the peak of gm as it comes, whichever is more.
         bucket: whether collectives may be merged.
-        fuse: whether ops of fusedcomm may stand for collectives and matmuls.
+        fuse: whether ops of fusedcomm may replace collectives and matmuls.
 
     Returns:
         An `OverlapReport` with the timelines before and after.
@@ -150,9 +148,8 @@ def schedule_graph(
 def order_again(graph: Graph, estimator: Estimator) -> None:
     """Put the graph in the best order after others have changed it, in no more memory than it needs as it is.
 
-    Its collectives keep the order to which all ranks have agreed.
-
-    An addmm that adds a collective's result is taken apart: the matmul could not run beside the collective otherwise.
+    Its collectives keep the order agreed by all ranks. An addmm that adds a collective's result is taken apart: the
+    matmul could not run beside the collective otherwise.
     """
     for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
         _take_apart(graph, node)
@@ -167,7 +164,7 @@ def order_again(graph: Graph, estimator: Estimator) -> None:
 
 
 def _end_of_checks(nodes: Sequence[Node]) -> int:
-    """How many nodes there are to the last question whether all ranks have changed their graphs, which come first."""
+    """The number of nodes up to the last `same_moves`: these checks come first."""
     asked = torch.ops.fusedcomm.same_moves.default
     return 1 + max((i for i, node in enumerate(nodes) if asked in (node.target, *_targets_of(node.args))), default=-1)
 
@@ -212,7 +209,7 @@ class _Plan:
         return _Plan.of(Program(graph, self.estimator.cost), self.estimator, self.budget)
 
     def moved_to(self, graph: Graph) -> _Plan:
-        """The plan for another graph, to which the same has been done."""
+        """The plan for another graph with the same changes."""
         program = self.program.moved_to(graph)
         if program is None:
             return self.of_trial(graph)
@@ -289,7 +286,7 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
 
     compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
     told: dict[str, str] = {}
-    losses: dict[str, float] = {}  # how much longer an op takes than what computed in its place
+    losses: dict[str, float] = {}  # excess of an op over the compute that it replaces
     all_fused = copy.deepcopy(plan.graph)
     for each in Fuser(all_fused).fuse(ops, reject):
         if any(name in plan.estimator.times for name in each.erased):
@@ -316,22 +313,21 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
 
 
 def _unfused(fuser: Fuser, plan: _Plan, ops: Sequence[str], reason: Callable[[Node], str]) -> tuple[_Plan, list[Fused]]:
-    """The plan as it is. Each collective's reasons are noted: its own, or this one where it could be fused."""
+    """The plan as it is, with each collective's reasons noted: its own, or ``reason`` where it could be fused."""
     fuser.fuse(ops, reason)
     return plan, []
 
 
 def _with_savings(fused: Fused, losses: dict[str, float], lines: dict[str, Line]) -> Fused:
-    """``fused`` with what it saves against the best order without it."""
     saved = {start: max(0.0, lines[start].exposed_ms - losses[start]) for start in fused.savings_us if start in losses}
     return replace(fused, savings_us=fused.savings_us | {start: ms * 1e3 for start, ms in saved.items()})
 
 
 def _sets_to_keep(losses: dict[str, float], lines: dict[str, Line]) -> list[dict[str, str]]:
-    """Collectives to leave unfused, and why: either the slowest to fuse of those that compute can hide, or none.
+    """Collectives to leave unfused, and why: either the slowest to fuse among the hideable ones, or none.
 
-    In each window of 8 successive collectives they are those that fusing slows most, up to the time that compute hides
-    in that window today.
+    In each window of 8 successive collectives: the ones that fusing slows most, up to the time that compute hides in
+    that window today.
     """
     longer = {
         name: "the op would take longer than what it stands for"

@@ -1,12 +1,11 @@
-"""What an order of a graph costs: a simulator of one compute stream, the links, and the memory.
+"""Simulates an order of a graph: one compute stream, the links, and the memory.
 
 The compute stream runs the nodes one after the other. The start of a collective takes no time on it: the collective
-runs on its link, after those of its group that started before. What several groups send over one link at once shares
-bandwidth evenly. A wait holds the compute stream until the collective has ended; that time is exposed. An op
-of fusedcomm computes and sends at the same time, and is exposed as far as it takes longer than its matmul.
+runs on its link, after earlier ones of its group. Groups that send over one link at once share its bandwidth evenly. A
+wait holds the compute stream until the collective has ended; that time is exposed. An op of fusedcomm computes and
+sends at the same time, and is exposed as far as it takes longer than its matmul.
 
-The simulator leaves out the SMs and the memory bandwidth that a collective takes from compute, and launches on the
-host.
+Left out: the SMs and the memory bandwidth that a collective takes from compute, and launches on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _EPSILON = 1e-9  # ms: less is left of a transfer by rounding alone
 
 
 class Clock:
-    """The time of the compute stream, and what is on the links meanwhile. Any key can identify a collective."""
+    """The time of the compute stream, and the transfers on the links. Any key can identify a collective."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -119,11 +118,11 @@ def _less(ms: float, passed: float) -> float:
 
 
 def simulate(gm: GraphModule, estimator: Estimator | None = None) -> Timeline:
-    """Return the timeline of a graph in the order in which it is.
+    """Return the timeline of a graph in its current order.
 
     Args:
         gm: as in `schedule`.
-        estimator: what nodes take; None: ``Estimator.of(gm.graph)``.
+        estimator: times of nodes; None: ``Estimator.of(gm.graph)``.
     """
     program = Program(gm.graph, (estimator or Estimator.of(gm.graph)).cost)
     return run(program, range(len(program)))
@@ -181,7 +180,7 @@ def _line(program: Program, clock: Clock, start: int, exposed_ms: float) -> Line
 
 
 def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> list[Line]:
-    """The lines, with the names of what computes meanwhile. Both are in order of their starts, or nearly."""
+    """The lines, with the names of concurrent compute. Both are in order of their starts, or nearly."""
     ends = [end for _, _, end in computed]
     found = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The timeline of a graph: what computes, what waits for each collective, and memory; as a trace and as a picture."""
+"""The timeline of a graph: compute, waits for each collective, and memory; as a trace and as a picture."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Line:
         link: "intra" inside a node, "inter" between nodes.
         start_ms: when it begins.
         end_ms: when it has ended.
-        alone_ms: what it takes with its link to itself.
+        alone_ms: its time with the link to itself.
         wire_ms: the part of alone_ms that groups on one link share.
-        exposed_ms: how long the compute stream waits for it.
+        exposed_ms: time that the compute stream waits for it.
         hidden_by: the names of the nodes that compute meanwhile.
         hidden: whether at most 1 % of alone_ms is exposed.
     """
@@ -49,10 +49,10 @@ class Line:
     link: str
     start_ms: float
     end_ms: float
-    alone_ms: float  # what it takes with its link to itself
-    wire_ms: float  # the part of it on the wire, which groups share
+    alone_ms: float
+    wire_ms: float
     exposed_ms: float
-    hidden_by: tuple[str, ...] = ()  # nodes that compute meanwhile
+    hidden_by: tuple[str, ...] = ()
 
     @property
     def hidden(self) -> bool:
@@ -61,19 +61,19 @@ class Line:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When what of a graph computes, communicates and waits, in ms: ``total_ms = compute_ms + exposed_ms``.
+    """The compute, transfers and waits of a graph over time, in ms: ``total_ms = compute_ms + exposed_ms``.
 
     Attributes:
         total_ms: from the beginning of the graph to its end.
-        compute_ms: how long the compute stream computes.
-        exposed_ms: how long the compute stream waits for collectives.
+        compute_ms: time that the compute stream computes.
+        exposed_ms: time that the compute stream waits for collectives.
         collectives: a list of `Line`.
         peak_bytes: the most memory that is held at one time.
         compute: (name, start, end) of the nodes that compute.
         waits: (name, start, end) of the waits that are exposed.
-        memory: (ms, bytes): from when on how many bytes are held.
-        comm_ms: what all collectives take, each alone.
-        bound_ms: a lower bound of any order: all compute, all that one link carries, or all of one group.
+        memory: (ms, bytes held from then on).
+        comm_ms: the time of all collectives, each alone.
+        bound_ms: a lower bound of any order: all compute, all transfers of one link, or all of one group.
     """
 
     total_ms: float
@@ -81,9 +81,9 @@ class Timeline:
     exposed_ms: float
     collectives: list[Line]
     peak_bytes: int
-    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # (name, start, end)
-    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)  # (exposed collective, start, end)
-    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)  # (time from which they are live, bytes)
+    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)
+    waits: list[tuple[str, float, float]] = field(repr=False, default_factory=list)
+    memory: list[tuple[float, int]] = field(repr=False, default_factory=list)
 
     @property
     def comm_ms(self) -> float:
@@ -92,7 +92,7 @@ class Timeline:
 
     @property
     def bound_ms(self) -> float:
-        """No order is faster than this: the time of all compute, of all that one link carries, or of one group."""
+        """No order is faster than this: the time of all compute, of all transfers of one link, or of one group."""
         busy: dict[tuple[str, str], float] = {}
         for line in self.collectives:
             for who, ms in ((("link", line.link), line.wire_ms), (("group", line.group), line.alone_ms)):
@@ -112,7 +112,7 @@ class Timeline:
         """Write a picture of the timeline.
 
         Args:
-            file: a path, whose suffix says the format, or a binary file for a PNG.
+            file: a path, with the format as its suffix, or a binary file for a PNG.
 
         Raises:
             ImportError: there is no matplotlib.
@@ -126,7 +126,7 @@ def plot_both(before: Timeline, after: Timeline, file: Any, title: str = "") -> 
 
 
 def _trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """Events of Chrome's trace format, whose times are microseconds."""
+    """Events of Chrome's trace format, in microseconds."""
     lanes = {lane: tid for tid, lane in enumerate(_groups(timeline), start=1)}
     events: list[dict[str, Any]] = [_name("process_name", 0, "timeline"), _name("thread_name", 0, "compute stream")]
     events += [_name("thread_name", tid, _label(*lane)) for lane, tid in lanes.items()]
@@ -142,7 +142,6 @@ def _trace_events(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _groups(timeline: Timeline) -> list[tuple[str, str]]:
-    """(link, group) of every lane, links together."""
     return sorted({(line.link, line.group) for line in timeline.collectives})
 
 
@@ -220,7 +219,7 @@ def _draw_lanes(axes: Axes, timeline: Timeline, pixel: float) -> None:
 
 
 def _merged(spans: Iterable[Span], pixel: float) -> list[Span]:
-    """The spans in order of time. A span narrower than a pixel is joined to one that it touches."""
+    """The spans in order of time. A span narrower than a pixel is joined to its neighbour."""
     found: list[Span] = []
     for start, end in sorted(spans):
         narrow = found and (end - start < pixel or found[-1][1] - found[-1][0] < pixel)
