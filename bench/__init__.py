@@ -1,1 +1,1 @@
-"""Microbenchmarks, those of `fusedcomm bench` among them, and `gpu_check`: what one GPU can prove."""
+"""Microbenchmarks, also of `fusedcomm bench`, and `gpu_check`: proofs and speeds on one GPU."""

@@ -73,7 +73,7 @@ def _all_reduce(t: Tensor) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """``run(t)``, whose gradient is ``back`` of the result's."""
+    """``run(t)``; its gradient is ``back(grad)``."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, run: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
 fusedcomm's ops ask for huge pages for their results: part of the speed-up is page faults saved, and an op can be faster
-than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1): what is left is the gain of overlap.
+than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1): the rest is the gain of overlap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPE_COLUMN = Column("dtype", "the dtype of all tensors", lambda row: row.dtype
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure, and what it must reach. Without a bound it is only reported."""
+    """A figure and its bound. Without one it is only reported."""
 
     name: str
     value: float
@@ -46,7 +46,7 @@ def at_least(name: str, value: float, bound: float) -> Goal:
 
 
 def draws(rounds: int) -> Tensor:
-    """Rounds drawn anew from those of a run, 1000 times: how well it knows a statistic of them (the bootstrap)."""
+    """1000 draws of a run's rounds, with replacement, for the error of a statistic (the bootstrap)."""
     return torch.randint(rounds, (1000, rounds), generator=torch.Generator().manual_seed(0))
 
 
@@ -88,7 +88,7 @@ def tabulated(columns: Sequence[Column], rows: list[Any], total: int) -> Iterato
 
 
 def parse(argv: Sequence[str] | None, sizes: type, rounds: int) -> argparse.Namespace:
-    """The options of a bench whose sizes are the fields of a dataclass."""
+    """The options of a bench; the fields of dataclass ``sizes`` are options too."""
     parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
     for field in fields(sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
@@ -144,7 +144,6 @@ def _listed(every: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _has_huge_pages(rank: int) -> bool:
-    """Whether torch's own allocations ask for huge pages, as this rank's environment has it."""
     return world.torch_asks_for_huge_pages()
 
 

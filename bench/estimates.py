@@ -1,4 +1,4 @@
-"""How long each algorithm takes for a bench's calls, by the cost model's constants."""
+"""Estimated times of the algorithms for a bench's calls, by the cost model's constants."""
 
 from __future__ import annotations
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 LEAST_S = 1e-7  # the least overhead or latency: nothing that a rank starts takes less
-Points = Sequence[tuple[float, float, float]]  # x, y, and what an error of y is relative to
+Points = Sequence[tuple[float, float, float]]  # x, y, and the scale of an error of y
 
 
 class Unreliable(Exception):
-    """What was measured must not be kept; raised alike on all ranks."""
+    """Measurements that must not be kept; raised alike on all ranks."""
 
 
 def line(seconds: Mapping[int, float]) -> tuple[float, float]:

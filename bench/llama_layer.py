@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Sizes:
-    """x is [batch, tokens, hidden] on every rank; heads and intermediate are those of one rank.
+    """x is [batch, tokens, hidden] on every rank; heads and intermediate are of one rank.
 
     A rank has an eighth of Llama 3 8B, as on a node of 8 GPUs, with hidden size and features divided by 4.
     """
@@ -68,7 +68,7 @@ MODELS: dict[str, Callable[[Sizes, int], nn.Module]] = {"mlp": FeedForward, "lay
 
 
 def styled(model: str, sizes: Sizes, styles: Any, device: torch.device, **options: Any) -> nn.Module:
-    """The plan of PyTorch's tensor parallel examples. ``options`` are those of parallelize_module."""
+    """The plan of PyTorch's tensor parallel examples. ``options``: parallelize_module's."""
     prepare = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     mlp = {
         "w1": styles.ColwiseParallel(),

@@ -33,7 +33,7 @@ BUS: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """How rows are measured. All ranks have the same options."""
+    """Options of a measurement, the same on all ranks."""
 
     device_type: str
     rounds: int
@@ -55,7 +55,7 @@ class OpRow:
     dtype: str
     direction: str
     algorithm: str  # asked for: "auto" leaves it to the planner
-    planned: str  # what runs
+    planned: str  # the algorithm that runs
     plan: str
     group_size: int
     num_bytes: int  # exchanged, over all exchanges of the direction
@@ -103,7 +103,7 @@ class OpRow:
 
 
 def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> MatmulSize:
-    """The size that exchanges ``num_bytes``, in whole rows, of which each batch has as many, and at least one."""
+    """The size that exchanges ``num_bytes``, in whole rows, equally many in each batch, and at least one."""
     columns = k if PROGRAMS[op].gathers else n
     rows = max(num_bytes // (columns * DTYPES[dtype].itemsize), 1)
     return MatmulSize(rows + -rows % max(batch, 1), k, n, batch)
@@ -150,7 +150,7 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
 
 
 def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
-    """What figures depend on and only ranks know. "topology" is what they have voted on, None where no op has run."""
+    """Conditions of the figures known to the ranks alone. "topology": their vote, None where no op has run."""
     facts: dict[str, Any] = {"huge_pages": world.torch_asks_for_huge_pages(), "topology": None}
     if member := members.known_member(resolve(None)[1], world.rank_device(device_type)):
         topology = asdict(member.topology)
@@ -180,7 +180,7 @@ def timed(
     on_round: Callable[[int], None],
     check: Check,
 ) -> dict[str, Timing]:
-    """The times of variants whose values have been checked."""
+    """The times of variants with checked values."""
     return measure(
         every,
         device,
@@ -208,7 +208,7 @@ def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _planned_in_graph(data: OpData, algorithm: str) -> fusedcomm.Plan:
-    """The plan of a captured call, which can be another than outside of a capture."""
+    """A capture may plan otherwise."""
     with fusedcomm.before_capture():
         return _plan(data, algorithm)
 

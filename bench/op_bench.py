@@ -1,4 +1,4 @@
-"""What a bench must know of an op, and one rank's data for one size of it."""
+"""A bench's facts about an op, and one rank's data for one size of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ class OpBench(WholeGroup):
 
     @property
     def k(self) -> tuple[int, ...]:
-        """The values of K. A push sends rows x N, so much per flop where K is small; a gather sends rows x K, so much
-        where N is small.
-        """
+        """Values of K. A push sends rows x N, much per flop if K is small; a gather rows x K, much if N is small."""
         return (2048, 4096) if self.gathers else (256, 512, 1024, 2048)
 
     @property
@@ -35,7 +33,7 @@ class OpBench(WholeGroup):
         return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
 
     def collective(self, t: Tensor) -> Tensor:
-        """What users write for the exchange, with the layout copies that it needs; differentiable."""
+        """Users' own exchange, with the layout copies that it needs; differentiable."""
         if self.kind == "all_reduce":
             return baselines.all_reduce(t)
         blocks = t if self.scatter_dim is None else baselines.packed(t, self.scatter_dim)
@@ -43,12 +41,12 @@ class OpBench(WholeGroup):
         return received if self.gather_dim is None else baselines.unpacked(received, self.gather_dim % t.ndim)
 
     def exchanges(self, direction: str) -> int:
-        """How often a pass exchanges the tensor next to the collective. An all_reduce's gradient is there already."""
+        """Exchanges of the tensor next to the collective in a pass. An all_reduce's gradient is there already."""
         backward = 0 if self.kind == "all_reduce" else 1
         return {"forward": 1, "backward": backward, "both": 1 + backward}[direction]
 
     def baseline(self, x: Tensor, w: Tensor) -> Tensor:
-        """What users write today, differentiable."""
+        """Users' program today, differentiable."""
         return torch.matmul(self.collective(x), w) if self.gathers else self.collective(torch.matmul(x, w))
 
     @property
@@ -56,9 +54,7 @@ class OpBench(WholeGroup):
         return f"{self.kind}, matmul" if self.gathers else f"matmul, {self.kind}"
 
     def corners(self, scale: int = 1) -> list[tuple[int, int, int]]:
-        """(rows, K, N) with the least and the most arithmetic per byte sent, with few rows and with rows that no tile
-        divides.
-        """
+        """(rows, K, N) of least and most flops per sent byte, of few rows and of rows that no tile divides."""
         (k, *_, more_k), (n, *_, more_n) = self.k, self.n
         few, many = 512, 2500
         shapes = [(few, k, n), (few, more_k, more_n), (many, k, more_n), (many, more_k, n)]
@@ -68,7 +64,7 @@ class OpBench(WholeGroup):
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
 
     def exchanged_bytes(self, size: MatmulSize, dtype: torch.dtype) -> int:
-        """The bytes that nccl-tests counts: the larger of what a rank gives to the collective and what it gets."""
+        """Bytes as nccl-tests counts them: the larger of a rank's input to the collective and its output."""
         return size.rows * (size.k if self.gathers else size.n) * dtype.itemsize
 
 
@@ -98,7 +94,7 @@ class OpData:
     def randomize(self) -> None:
         """Make the inputs random for timing, after the checks: on integers GPUs draw less power, so they run faster.
 
-        Call ``variants`` again after it, because what a backward has saved is from before.
+        Call ``variants`` again after it, because a backward has saved the old ones.
         """
         self.__dict__.pop("_oracle", None)
         self.random = True
@@ -169,7 +165,7 @@ class OpData:
 
     @cached_property
     def _oracle(self) -> tuple[Tensor, ...]:
-        """This rank's results, computed here from all ranks' inputs, so that no communication must be trusted."""
+        """This rank's results, from all ranks' inputs: no communication must be trusted."""
         xs, ws, grads = zip(*(self._integers(rank) for rank in range(self.num_ranks)), strict=True)
         return self._exact(self.bench.program, [xs, ws], grads, self.rank)
 
@@ -180,7 +176,7 @@ class OpData:
         grads: Sequence[Tensor],
         rank: int,
     ) -> tuple[Tensor, ...]:
-        """What this rank must get. ``inputs`` has every rank's tensor for each argument of ``program``."""
+        """This rank's exact results. ``inputs`` has every rank's tensor for each argument of ``program``."""
         differentiates = self.direction != "forward"
         floats = [[t.detach().float().requires_grad_(differentiates) for t in each] for each in inputs]
         outs = program(*floats)
@@ -192,7 +188,7 @@ class OpData:
         return tuple(t.detach().to(self.dtype) for t in exact)
 
     def _sent(self, rank: int) -> tuple[Tensor, Tensor]:
-        """What any rank gives to the collective alone, and the gradient of what it gets."""
+        """(a rank's input to the collective alone, the gradient of its output)."""
         size, bench = self.size, self.bench
         shape = bench.x_shape(size, self.num_ranks) if bench.gathers else (*size.lead, size.n)
         got = bench.exchanged([torch.empty(shape, device="meta")] * self.num_ranks)[rank]
@@ -205,7 +201,7 @@ class OpData:
         x_shape, w_shape = bench.x_shape(size, self.num_ranks), (size.k, size.n)
         x = self._random_integers(x_shape, rank, 0)
         w = self._random_integers(w_shape, rank, 1)
-        # w is mostly zeros, so that sums over K, N and ranks stay below 256, up to which bfloat16 is exact.
+        # w is mostly zeros, so that sums over K, N and ranks stay below 256, bfloat16's exact range.
         w *= self._random(w_shape, rank, 5) < 64 / max(w_shape)
         meta = [torch.empty(shape, device="meta") for shape in (x_shape, w_shape)]
         outs = bench.program([meta[0]] * self.num_ranks, [meta[1]] * self.num_ranks)

@@ -1,13 +1,13 @@
-"""``fusedcomm bench overhead``: what a call of each op costs on CPU ranks, at a size where nothing else takes time.
+"""``fusedcomm bench overhead``: the cost of a call of each op on CPU ranks, at a size where nothing else takes time.
 
 Calls take turns in each round, and each is measured in three ways:
 
 hot   many calls, back to back. The time of one is that of the slowest rank.
 cold  one call at a time, which all ranks begin together. Before it every rank writes more than its caches hold.
-cpu   CPU time, that of the backend's threads included, of a call of a rank that comes when the others have sent what
+cpu   CPU time, the backend's threads included, of a call of a rank that comes when the others have sent all
       they can, so that it waits for nobody. It spins before each call, for longer than one takes. Ranks take turns.
 
-What comes between two calls is not counted.
+Time between two calls is not counted.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ WARMUP = 1
 START_S, ROUND_S = 120, 60  # at most
 FILLED_BYTES = 32 << 20
 HOT_CALLS = 100
-WARM_CALLS = 5  # before each hot measurement: what was measured before it has left other things in the caches
+WARM_CALLS = 5  # before each hot measurement: the one before has left other things in the caches
 COLD_CALLS = 4
 LAST_CALLS = 10  # of each rank
 LATE = 2.0  # times as long as a call has just taken, a rank spins before a call to be the last
 
-# An op that makes an empty result: what a call costs before an op does its work. It is defined as those of fusedcomm
-# are, by a torch library with a kernel in Python, autograd, and such arguments.
+# An op that makes an empty result: the cost of a call before an op does its work. It is defined as fusedcomm's ops are,
+# by a torch library with a kernel in Python, autograd, and such arguments.
 lib = torch.library.Library("fusedcomm_bench", "DEF")
 lib.define(
     "empty(Tensor x, Tensor w, Tensor? bias, SymInt[] shape, int gather_dim, int scatter_dim, int group_size, "
@@ -307,7 +307,7 @@ def table(found: OpOverhead) -> Table:
 
 
 def report(found: Sequence[OpOverhead], rounds: int) -> dict[str, Any]:
-    """The JSON: every figure and what it depends on. Times in seconds."""
+    """The JSON: every figure and its conditions. Times in seconds."""
     ops = [asdict(each) | {"calls": _rows(each)} for each in found]
     timing = {
         "order": "interleaved by round",

@@ -17,7 +17,7 @@ from fusedcomm.symm_mem import enable_cpu
 def rank_barrier(device: torch.device) -> Callable[[], None]:
     """A function that returns when all ranks have called it; on a GPU, the stream goes on when all streams have come.
 
-    On a CPU it is the barrier of symmetric memory, whose waits are those of the ops: gloo's would take as long as some
+    On a CPU it is the barrier of symmetric memory, which waits as the ops do: gloo's would take as long as some
     exchanges. On a GPU it is an all_reduce of one element. Ranks call this alike. Raises RuntimeError on a CPU without
     the native part.
     """

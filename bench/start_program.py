@@ -6,7 +6,7 @@
 roof      the matmuls alone
 plain     torch.compile(program, fullgraph=True)
 exchange  the same with fusedcomm's `normalize` alone: where DTensor gathers every part to keep one, as it does on CPU,
-          parts are exchanged. What plain / compiled is more than plain / exchange, the fused ops have gained
+          parts are exchanged. The gain of the fused ops is plain / compiled over plain / exchange
 compiled  the same as plain, in fusedcomm.compile.enabled()
 op        fusedcomm.matmul_all_to_all, called by hand and not compiled
 
@@ -151,7 +151,7 @@ class ProgramData:
 
     @cached_property
     def _oracle(self) -> list[Tensor]:
-        """This rank's results, computed here from all ranks' inputs, so that no communication must be trusted."""
+        """This rank's results, from all ranks' inputs: no communication must be trusted."""
         parts = []
         for rank in range(self.num_ranks):
             ys = [self._product(x, w) for x, w in zip(*self._integers(rank), strict=True)]
@@ -170,7 +170,7 @@ class ProgramData:
 
 
 def same_program(program: Any) -> Any:
-    """``program`` with a code object of its own: Dynamo keeps what it has compiled by code object."""
+    """``program`` with a code object of its own: Dynamo's cache is by code object."""
     return types.FunctionType(program.__code__.replace(), program.__globals__, argdefs=program.__defaults__)
 
 
@@ -224,7 +224,7 @@ COLUMNS = (
 
 def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
     device = world.rank_device(device_type)
-    gathers = "torch.distributed.tensor._collective_utils"  # DTensor says there what the docstring says
+    gathers = "torch.distributed.tensor._collective_utils"  # its warning is in the docstring of this module
     logging.getLogger(gathers).setLevel(logging.ERROR)
     data = ProgramData(sizes, DTYPES[dtype], device)
     variants = data.variants()

@@ -1,10 +1,10 @@
-"""How every speed is measured: values first, then all variants side by side in one run.
+"""The measurement of every speed: values first, then all variants side by side in one run.
 
 * Every variant's result is checked on every rank before any is timed: wrong results have no time.
 * Variants are interleaved round by round, in an order that changes with the round and is equal on
   all ranks: a slow moment of the machine meets all, and none always follows the same other.
-* The ranks start a measurement together; its time is the slowest rank's. What is reported is the
-  median over rounds, P10, P90, P99 and the variation.
+* The ranks start a measurement together; its time is the slowest rank's. Reported are the median over rounds, P10, P90,
+  P99 and the variation.
 
 Ranks call these functions alike, under torchrun or in a RankPool.
 """
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 Variants = Mapping[str, Callable[[], Tensor]]
 Result = TypeVar("Result")  # a tensor or a tuple of them
-Check = Callable[[str, Any], "str | None"]  # takes a variant's name and result, gives what is wrong or None
+Check = Callable[[str, Any], "str | None"]  # (variant's name, result) to an error or None
 
 L2_BYTES = 256 << 20  # more than the L2 of any GPU
 SKEW_CYCLES = 2_000_000  # about 1 ms: the GPU waits until all launches of a measurement are queued
@@ -65,8 +65,8 @@ class Timing:
 def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[str, Result], str | None]) -> None:
     """Call and check each variant. Raises ValuesDiffer, on all ranks alike.
 
-    ``check(name, result)`` says what is wrong, or None. Each is called twice, because on a GPU the first call of a
-    shape loads kernels, and may run another way than those after it.
+    ``check(name, result)`` returns the error, or None. Each is called twice, because on a GPU the first call of a shape
+    loads kernels, and may run another way than those after it.
     """
     for name, variant in variants.items():
         for _ in range(2):
@@ -160,7 +160,7 @@ class _CudaClock:
         dist.barrier()
         self.flush.zero_()
         torch.cuda._sleep(SKEW_CYCLES)
-        dist.all_reduce(self.token)  # on the stream, so GPUs start together, whatever launches took
+        dist.all_reduce(self.token)  # on the stream, so GPUs start together, however long launches took
         start.record()
         result = variant()
         end.record()

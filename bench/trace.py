@@ -1,7 +1,7 @@
 """One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
 
-Every rank has its threads, its GPU streams, and a process of its own with the lanes of run/profiler.py. Times
-are those of the host's clock, which ranks of one host share; between hosts they differ by as much as the clocks do.
+Every rank has its threads, its GPU streams, and a process of its own with the lanes of run/profiler.py. Times are the
+host clock's, shared by ranks of one host; between hosts they differ by as much as the clocks do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
-    """One trace made from every rank's. What came before the first variant is left out, and time starts at 0."""
+    """One trace from every rank's. Events before the first variant are left out, and time starts at 0."""
     events: list[dict[str, Any]] = []
     bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
     for rank, trace in enumerate(traces):

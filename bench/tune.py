@@ -8,12 +8,12 @@
                 on a GPU the smallest calls' whole time, which is their host's: the median, and for chunked the same fit
                 over the number of chunks (matmul_all_reduce has twice as many)
 
-A group without workspace, as one across hosts, measures what unfused and pipelined take, and a piece of the latter.
+A group without workspace, as one across hosts, measures unfused and pipelined calls, and a piece of the latter.
 
 Times are those of `bench.timing`: the slowest rank's, the median over rounds, so the constants are equal on all ranks.
 A reference, one matmul, is measured among the variants of every measurement: how much its times differ is the noise.
 Nothing is kept where the noise is large or more bytes take less time, because the machine did other things too, nor
-where the estimates choose slow algorithms for the calls that were measured.
+where the estimates choose slow algorithms for the measured calls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Shape: TypeAlias = tuple[int, int, int]  # [m, k] @ [k, n]
 
 @dataclass(frozen=True)
 class TuneSizes:
-    """Matmuls, small calls, and bytes of copies and collectives, of which a quick run leaves out the last ones."""
+    """Matmuls, small calls, and bytes of copies and collectives; a quick run leaves out the last ones."""
 
     matmuls: tuple[Shape, ...]  # the first is short: its rate tells which others are not too long
     narrow: tuple[Shape, ...]  # few rows or few columns: most of their time they read memory
@@ -94,7 +94,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of what moves bytes: "copy", "link", "unpack", or a kind of collective."""
+    """Seconds of a move of bytes: "copy", "link", "unpack", or a kind of collective."""
 
     what: str
     num_bytes: int
@@ -115,7 +115,7 @@ class Sample:
 
     @property
     def loss(self) -> float:
-        """How much longer the call takes with the algorithm of the least estimate than with the fastest: a share."""
+        """The call's extra time with the algorithm of the least estimate over the fastest: a share."""
         return self.measured[min(self.estimated, key=self.estimated.__getitem__)] / min(self.measured.values()) - 1
 
 
@@ -130,8 +130,8 @@ class Tuned:
 
 
 def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done: None) -> Tuned:
-    """Measure the constants; a collective. Raises, on all ranks alike, WorkspaceUnavailable where an algorithm cannot
-    run that is measured, ValuesDiffer, or Unreliable. ``on_done`` gets the number of PARTS measured.
+    """Measure the constants; a collective. Raises, on all ranks alike, WorkspaceUnavailable where a measured algorithm
+    cannot run, ValuesDiffer, or Unreliable. ``on_done`` gets the number of PARTS measured.
     """
     bench = _Bench(ours, TuneSizes.of(ours.device.type, quick), QUICK_ROUNDS if quick else ROUNDS)
     constants = replace(model.DEFAULTS[ours.device.type], source=model.TUNED)
@@ -149,7 +149,7 @@ def num_hosts_of(ours: Member) -> int:
 
 
 def noise(references: Sequence[float]) -> float:
-    """How far the first and the last decile of a reference's times are apart, as a share of their median."""
+    """The distance of the first and the last decile of a reference's times, as a share of their median."""
     deciles = statistics.quantiles(references, n=10, method="inclusive")
     return (deciles[-1] - deciles[0]) / statistics.median(references)
 
@@ -164,7 +164,7 @@ def check_noise(references: Sequence[float]) -> None:
 
 
 def misfit(samples: Sequence[Sample]) -> str | None:
-    """Why constants whose estimates choose slow algorithms are not kept; None if they do not."""
+    """Why not to keep constants: their estimates choose slow algorithms. None if they do not."""
     if not samples or (found := statistics.mean(each.loss for each in samples)) <= MOST_LOSS:
         return None
     return (
@@ -184,7 +184,7 @@ class _Bench:
         self._reference = partial(torch.mm, *self._operands(sizes.matmuls[0], dtype))
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
-        """How long one call of each variant takes."""
+        """Seconds of one call of each variant."""
         named = {str(i): partial(_repeat, variant, repeat) for i, variant in enumerate(variants.values())}
         named["reference"] = partial(_repeat, self._reference, REFERENCE_CALLS)
         times = measure(named, self.device, rounds=self.rounds, warmup=2)
@@ -192,7 +192,7 @@ class _Bench:
         return {key: times[str(i)].median / repeat for i, key in enumerate(variants)}
 
     def move(self, variants: dict[tuple[str, int], Callable[[], Any]]) -> dict[str, dict[int, float]]:
-        """Seconds by what is moved and by its bytes."""
+        """Seconds by kind of move and by its bytes."""
         found: dict[str, dict[int, float]] = {}
         for (what, num_bytes), t in self.seconds(variants).items():
             self.points.append(Point(what, num_bytes, t))
@@ -217,7 +217,7 @@ def _repeat(variant: Callable[[], Any], times: int) -> None:
 
 
 def _matmul(bench: _Bench, constants: Constants) -> Constants:
-    """The bandwidth comes first, as if the sums of narrow matmuls took no time; rates come from what is left.
+    """The bandwidth comes first, as if the sums of narrow matmuls took no time; rates come from the rest of the time.
 
     The Triton kernel's rates are in proportion to cuBLAS's.
     """
@@ -251,7 +251,7 @@ def _num_bytes(size: Shape, dtype: str) -> int:
 
 
 def _copies(bench: _Bench, constants: Constants) -> Constants:
-    """Without a workspace what pipelined unpacks comes into new memory."""
+    """Without a workspace pipelined unpacks into new memory."""
     slot = None if bench.num_hosts else _slot_of_a_peer(bench)
     variants: dict[tuple[str, int], Callable[[], Any]] = {}
     for num_bytes in bench.sizes.num_bytes:
@@ -337,7 +337,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _of_a_piece(data: OpData, dtype: str, without: Constants, t: float) -> float:
-    """The time of a piece of the call beside its estimate, chunks included."""
+    """The measured time of a piece beyond its estimate, chunks included."""
     with force_algorithm("pipelined"):
         num_pieces = data.plan().num_rounds
     op, exchange = data.bench.op, exchange_of(data.bench.op, data.size, data.num_ranks)
@@ -357,7 +357,7 @@ def _estimated(sample: Sample, constants: Constants, num_ranks: int) -> dict[str
 
 
 def _data(bench: _Bench, op: str, size: Shape, dtype: str, names: Sequence[str]) -> OpData:
-    """A call whose values have been checked with every algorithm of ``names``; each of them must be able to run."""
+    """A call, its values checked with every algorithm of ``names``; each of them must be able to run."""
     program = PROGRAMS[op]
     data = OpData(program, program.divisible(MatmulSize(*size), bench.num_ranks), _torch_dtype(dtype), bench.device)
     for name in names:
@@ -383,7 +383,7 @@ def _precision(dtype: str) -> Iterator[None]:
 
 def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup, num_hosts: int = 0) -> Path:
     """A collective: every rank writes, as hosts need not share the folder, and then reads. Raises OSError on all ranks
-    alike. Ranks that share a folder do each other no harm, as a file is replaced in one step.
+    alike. A shared folder is safe, as a file is replaced in one step.
     """
     rank, size, error = pg.rank(), pg.size(), ""
     try:

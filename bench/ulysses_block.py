@@ -8,13 +8,12 @@
 baseline   the block as users write it. q, k and v take one all_to_all_single, as xDiT has it for packed QKV
 fusedcomm  the same with fusedcomm's ops
 bound      a barrier of all ranks in place of each exchange, forward and backward: the same matmuls on as many elements,
-           which nothing has moved. A rank needs what the slower ones send, so no exchange can win back the time until
-           these have come. The barriers are those of bench/rank_barrier.py, a signal and a wait for each peer
+           not moved. A rank needs the slower ones' data, so no exchange can win back the time until
+           these have come. The barriers, by bench/rank_barrier.py, are a signal and a wait for each peer
 
 gain = (baseline - fusedcomm) / (baseline - bound): 1 where nothing of the exchanges is left but to wait for each other.
-Each difference is the median over rounds of the differences within a round. Two spreads stand beside it: that of the
-gain of rounds drawn anew, which says how well this run knows the gain, and that of the gains of single rounds.
-bench/common.py explains the pages.
+Each difference is the median over rounds of the differences within a round. Two spreads stand beside it: of the gain of
+rounds drawn anew, the error of this run's gain, and of the gains of single rounds. bench/common.py explains the pages.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class BlockData:
 
     @cached_property
     def _oracle(self) -> tuple[Tensor, ...]:
-        """The results in float32, computed here from all ranks' inputs, so that no communication must be trusted."""
+        """The results in float32, from all ranks' inputs: no communication must be trusted."""
         every = [[t.detach().float().requires_grad_() for t in self._inputs(rank)] for rank in range(self.num_ranks)]
         outs = program(self.sizes, [x for x, *_ in every], [weights for _, *weights in every])
         grads = [self._grad(rank).float() for rank in range(self.num_ranks)]

@@ -60,7 +60,7 @@ __all__ = [
     "synchronize",
 ]
 
-_LATE = {"nn": "fusedcomm.nn", "parallel": "fusedcomm.parallel"}  # hold DTensors, whose import takes a second
+_LATE = {"nn": "fusedcomm.nn", "parallel": "fusedcomm.parallel"}  # DTensors take a second to import
 
 import_hooks.install()
 

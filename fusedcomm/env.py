@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ALGORITHMS = ("unfused", "chunked", "fused", "pipelined")
-WITH_WORKSPACE = ("chunked", "fused")  # those that wait by flags in symmetric memory
+WITH_WORKSPACE = ("chunked", "fused")  # they wait by flags in symmetric memory
 
 
 def timeout_s() -> float:
@@ -74,7 +74,7 @@ def prove() -> bool:
 
 
 def dump_dir() -> Path | None:
-    """``FUSEDCOMM_DUMP_DIR``: the folder in which ranks write their last calls on a failure and on SIGUSR1, or None."""
+    """``FUSEDCOMM_DUMP_DIR``: the folder for ranks' last calls, written on a failure and on SIGUSR1, or None."""
     folder = os.environ.get("FUSEDCOMM_DUMP_DIR")
     return Path(folder) if folder else None
 

@@ -1,6 +1,6 @@
 """Errors between ranks, which name the peers. A bad argument of one rank is a ValueError or a TypeError.
 
-`chunked` and `fused` calls raise them, and so does what ranks do together: the first call of a group, `reset`, `close`
+`chunked` and `fused` calls raise them, and so do collectives of fusedcomm: the first call of a group, `reset`, `close`
 and the agreements of `fusedcomm.compile.enable`. Every wait is bounded by ``FUSEDCOMM_TIMEOUT_S``.
 
 Programs import them from `fusedcomm`.
@@ -28,7 +28,7 @@ class PeerError(RuntimeError):
         op: the name of the op or function that failed on this rank.
         epoch: the number of the round that failed, counted since the group's workspace was made; 0 where ranks failed
             to come together outside of a round.
-        next_step: what to do now, which is the last line of the text.
+        next_step: the advice in the last line of the text.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class PeerError(RuntimeError):
         differs: str | None = None,
         left: bool = False,
     ) -> None:
-        """``differs``: what of the call is not the same on all ranks, if that is known.
+        """``differs``: the part of the call that differs between ranks, if known.
 
-        ``left``: whether peers, or their store, are known to come no more, however long this rank would wait.
+        ``left``: whether peers, or their store, are known to come no more.
         """
         super().__init__(message)
         self.peers = list(peers)

@@ -1,4 +1,4 @@
-"""Replaces files that other processes may read, reads what only this user can have written, and makes the key of
+"""Replaces files that other processes may read, reads files that only this user can have written, and makes the key of
 compiled graphs from the package's sources.
 """
 
@@ -12,7 +12,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-# Folders of the package that cannot change a compiled graph: the tools, and what ops call only when they run.
+# Folders of the package that cannot change a compiled graph: the tools, and modules that ops call only when they run.
 _BESIDE_GRAPHS = {"bench", "kernels", "launch", "testing", "tools"}
 
 

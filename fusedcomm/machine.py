@@ -18,7 +18,7 @@ RELEVANT = re.compile(
 
 
 def environment() -> dict[str, str]:
-    """The variables that concern fusedcomm and what it is built on."""
+    """The variables of fusedcomm and of the libraries below it."""
     return {name: value for name, value in sorted(os.environ.items()) if RELEVANT.fullmatch(name)}
 
 
@@ -38,7 +38,7 @@ def cpu_name() -> str:
 
 
 def available_cpus() -> int:
-    """How many CPUs this process may run on at a time: by its affinity, and by the quota of its container."""
+    """CPUs that this process may run on at a time: by its affinity, and by the quota of its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, _quota() or allowed)
 

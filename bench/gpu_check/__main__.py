@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = shlex.join(["python", "-m", "fusedcomm.bench.gpu_check", *(sys.argv[1:] if argv is None else argv)])
         run = {"command": command, "date": now, "device": args.device, "budget_s": seconds}
         write({"run": run})
-        with tempfile.TemporaryDirectory() as cache:  # what is proved here is this run's own
+        with tempfile.TemporaryDirectory() as cache:  # proofs are this run's own
             os.environ["FUSEDCOMM_CACHE_DIR"] = cache
             results = run_parts(parts, args.device, seconds, write)
         write({"summary": summary(results, run)})

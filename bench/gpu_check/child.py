@@ -64,7 +64,7 @@ def main(cases: Callable[[torch.device], Cases], interpret: bool = True) -> None
 
 
 def set_environment(interpret: bool) -> None:
-    """Set what must be set before CUDA starts and before a kernel is defined."""
+    """Settings that must precede CUDA's start and the kernels' definitions."""
     os.environ.pop("TRITON_INTERPRET", None)
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -1,4 +1,4 @@
-"""A user's first commands, and the tests that need a GPU. One tells nothing of several, which the selftest needs."""
+"""A user's first commands, and the tests that need a GPU. The selftest needs several GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Compiles the kernels that later parts launch, on all cores, so that no part spends its time on Triton's compiler.
+"""Compiles the kernels of later parts, on all cores, so that no part spends its time on Triton's compiler.
 
-The parts' own calls run on tensors without memory, under a driver that launches nothing (`compiling`). What is
-compiled lies in Triton's cache; how many kernels a later case compiled itself is in its result ("compiled").
+The parts' own calls run on tensors without memory, under a driver that launches nothing (`compiling`). Kernels go to
+Triton's cache; a later case's result has the number that it compiled itself ("compiled").
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Target(NamedTuple):
     num_sms: int
 
 
-H100 = Target(90, 90, 132)  # what is compiled for where there is no GPU
+H100 = Target(90, 90, 132)  # the target without a GPU
 
 
 def cases(device: torch.device, half: str) -> child.Cases:
@@ -75,7 +75,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def compile_job(job: Job, target: Target) -> int:
-    """Compile what ``job`` launches. Returns the number of launches."""
+    """Compile the kernels that ``job`` launches. Returns the number of launches."""
     with compiling(target.arch) as compiled, _tiles_for(target):
         job()
     return len(compiled)
@@ -93,7 +93,7 @@ def _tiles_for(target: Target) -> Iterator[None]:
 
 
 def jobs_of_right() -> Iterator[tuple[str, Job]]:
-    """The launches of the half's parts, by name, in the order in which the parts come."""
+    """The launches of the half's parts, by name, in the parts' order."""
     for size in GROUP_SIZES:
         yield f"signals R={size}", partial(_signals, size)
     for kernel in smoke.KERNELS:

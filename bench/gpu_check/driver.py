@@ -1,8 +1,8 @@
-"""Runs each part in a process of its own, and writes a line of JSON for whatever comes of it, at once.
+"""Runs each part in a process of its own, and writes its outcome as a line of JSON, at once.
 
-A part may hang, crash, lose its CUDA context or write nonsense. Its whole process group is then killed, what had been
-found is kept, and a new process goes on behind the case that ended the old one, while the part's limit lasts. This
-process never touches the GPU, so nothing that happens there ends it.
+A part may hang, crash, lose its CUDA context or write nonsense. Its whole process group is then killed, its results are
+kept, and a new process goes on behind the case that ended the old one, while the part's limit lasts. This process never
+touches the GPU, so nothing that happens there ends it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PartResult:
     part: str
     names: list[str] = field(default_factory=list)
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # what befell its processes
+    problems: list[str] = field(default_factory=list)  # of its processes
     seconds: float = 0.0
     started: bool = False
 
@@ -77,7 +77,7 @@ class PartResult:
 
 
 def run_parts(parts: Sequence[Part], device: str, budget_s: float, write: Write) -> list[PartResult]:
-    """Run the parts in turn. Each gets its own limit or what is left of the budget, whichever is less."""
+    """Run the parts in turn. Each gets its own limit or the rest of the budget, whichever is less."""
     end = time.monotonic() + budget_s
     results = []
     for part in parts:
@@ -139,7 +139,7 @@ class _PartProcess:
         os.close(child_end)
 
     def follow(self, end: float) -> str | None:
-        """Read what the process reports until it ends or is killed. Returns why that is a problem, or None."""
+        """Read the process's reports until it ends or is killed. Returns the problem, or None."""
         late = None
         try:
             while late is None and not self._has_ended():
@@ -160,7 +160,7 @@ class _PartProcess:
         return f"{problem}; its last output:\n{output}".removesuffix("; its last output:\n") if problem else None
 
     def _has_ended(self) -> bool:
-        """It stays a zombie, so that its id, which is the group's, is not used again before the group is killed."""
+        """It stays a zombie, so that its id, also the group's, is not used again before the group is killed."""
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _late(self, end: float) -> str | None:
@@ -183,7 +183,7 @@ class _PartProcess:
         return None if code in (0, 1) else f"ended with {code} behind its last case"
 
     def _is_poisoned(self) -> bool:
-        """Whether the last case lost the context, which ends the process: its result has said so."""
+        """Whether the last case lost the context and so ended the process, by its own result."""
         return bool(self.last and self.result.cases.get(self.last, {}).get("poisoned"))
 
     def _end(self, write_trace: bool) -> int | None:

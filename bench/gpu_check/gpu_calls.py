@@ -136,7 +136,7 @@ class GpuCase:
         part_of: Callable[[Tensor], Tensor] = _as_it_is,
         total_of: Callable[[Tensor], Tensor] = _as_it_is,
     ) -> list[list[Tensor]]:
-        """Every rank's results. ``part_of`` and ``total_of``: what becomes of a partial sum, and of a sum."""
+        """Every rank's results. ``part_of`` and ``total_of`` change a partial sum, and a sum."""
         size = len(every)
         if self.gathers:
             if self.op == "all_to_all_matmul":
@@ -192,7 +192,7 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _exchanged(blocks: Sequence[Sequence[Tensor]], gather_dim: int) -> list[Tensor]:
-    """The blocks of every dst of ``blocks[src][dst]``."""
+    """Concatenate ``blocks[src][dst]`` over src, for every dst."""
     return [torch.cat([each[rank] for each in blocks], gather_dim) for rank in range(len(blocks))]
 
 
@@ -283,7 +283,7 @@ def first_of(op: str, cuda: bool) -> GpuCase:
 
 
 class GpuCall(NamedTuple):
-    """A case in a virtual group whose slots hold one of ``num_rounds`` equal rounds."""
+    """A case in a virtual group with slots for one of ``num_rounds`` equal rounds."""
 
     group_size: int
     dtype: torch.dtype
@@ -294,7 +294,7 @@ class GpuCall(NamedTuple):
         return f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
 
     def group(self, algorithm: str, device: torch.device) -> VirtualGroup:
-        """A group in which each rank has run the case once."""
+        """A group that has run the case once, on each rank."""
         chunk_bytes = self.case.exchange(self.group_size).chunk_numel * self.dtype.itemsize
         group = VirtualGroup(self.group_size, max(128, chunk_bytes * self.group_size // self.num_rounds), device)
         inputs = self.inputs(0, device, 0)

@@ -1,4 +1,4 @@
-"""How long the host is busy with a call, beside torch.mm's: public calls in 2 processes that share one GPU."""
+"""The host's time for a call, beside torch.mm's: public calls in 2 processes that share one GPU."""
 
 from __future__ import annotations
 

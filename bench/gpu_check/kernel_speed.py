@@ -159,7 +159,7 @@ def _arrived(exchange: Exchange, group_size: int, device: torch.device) -> tuple
     """Rank 0's workspace in round 1, when all chunks are there, with all SMs; and the chunks [R, numel]."""
     numel = exchange.chunk_numel
     workspace = VirtualGroup(group_size, numel * group_size * DTYPE.itemsize, device).workspaces[0]
-    workspace.num_sms = VirtualGroup(1, 128, device).workspaces[0].num_sms  # those of the whole GPU
+    workspace.num_sms = VirtualGroup(1, 128, device).workspaces[0].num_sms  # of the whole GPU
     workspace.shares_gpu = False
     layout, buffer = workspace.layout, workspace.buffers[0]
     start, flags = layout.slot(1, workspace.slot_bytes), layout.flag(1, 0)
@@ -186,7 +186,7 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
     repeated = {f"{name} repeated": _repeat(variant, 1 + REPEATS) for name, variant in variants.items()}
     times = interleaved({**variants, **repeated}, device)
     problem.workspace.check("matmul")
-    # What one more call costs where many are queued: neither the start of a kernel nor the gap to an event counts.
+    # The cost of one more call where many are queued: neither the start of a kernel nor the gap to an event counts.
     net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
     return {
         "cublas_ms": times["cublas"],

@@ -1,4 +1,4 @@
-"""Whole ops of virtual ranks that share one GPU, against what users run today. Nothing crosses a wire here.
+"""Whole ops of virtual ranks that share one GPU, against today's programs. Nothing crosses a wire here.
 
 Two parts, by the argument: ``ops``, and ``start program`` at 1/8: two of its 16 batches on 4 ranks, forward and the
 gradient of x. There x is (16, 16192, 4096) and w (16, 4096, 8192) on each rank. A slot holds one batch here, so a call
@@ -50,7 +50,7 @@ def cases(device: torch.device, part: str) -> child.Cases:
 
 
 def case_of(op: str, cuda: bool) -> GpuCase:
-    """The case in which each rank's matmul has ROWS / R rows; all_to_all_matmul gathers K and scatters rows."""
+    """A case with ROWS / R rows in each rank's matmul; all_to_all_matmul gathers K and scatters rows."""
     rows, n, k = (ROWS, COLUMNS, K) if cuda else (TINY, TINY, TINY)
     if op in ("all_to_all_matmul", "all_gather_matmul"):
         return GpuCase(op, "speed", (rows, k), (n,), gather_dim=int(op == "all_to_all_matmul"))

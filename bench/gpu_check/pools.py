@@ -44,6 +44,6 @@ class Pools:
 
 
 def need_segments(device_type: str) -> None:
-    """Skip what runs in symmetric memory, which CPU tensors have from the native part."""
+    """Skip cases in symmetric memory if CPU tensors have none: the native part is missing."""
     if device_type == "cpu" and (reason := topology.no_native()):
         raise child.Skipped(reason)

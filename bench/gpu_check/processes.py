@@ -28,7 +28,7 @@ TIMES, IN_PYTHON = 5, 3  # two calls of a kind run in Python, and one more if th
 NUM_QUEUES = (1, 8, 32)
 SLOTS = {"FUSEDCOMM_WORKSPACE_BYTES": str(2 << 20)}  # a call has several rounds
 ABSENT_OPS = {2: "matmul_all_to_all", 4: "all_gather_matmul"}
-# Collectives of gloo come last: what they do to CUDA tensors is torch's own.
+# Collectives of gloo come last: on CUDA tensors they are torch's own work.
 ALGORITHMS = ("fused", "chunked", "planned", "unfused")
 
 
@@ -142,7 +142,7 @@ def backward(rank: int, device_type: str, algorithm: str | None, case: GpuCase) 
     for t in (t for inputs in every for t in (inputs.x, *inputs.ws)):
         t.requires_grad_()
     expected = case.program(every)
-    if case.op == "matmul_all_reduce":  # all ranks have one result, whose gradient counts once
+    if case.op == "matmul_all_reduce":  # all ranks have one result: its gradient counts once
         expected = expected[:1]
     weights = [_weights(each, out[0]) for each, out in enumerate(expected)]
     losses = [(out[0].float() * weight).sum() for out, weight in zip(expected, weights, strict=True)]

@@ -142,7 +142,7 @@ def _sizes(device_type: str) -> Sizes:
 
 
 def _shared(model: str, sizes: Sizes, device: torch.device) -> nn.Module:
-    """Every rank has the same weights, so nobody sends them (src_data_rank)."""
+    """All ranks make the same weights, so nobody sends them (src_data_rank)."""
     return styled(model, sizes, fusedcomm.parallel, device, src_data_rank=None)
 
 

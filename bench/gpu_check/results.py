@@ -1,4 +1,4 @@
-"""Results to be committed, bench/results/gpu-*.json, and what has become worse since the last of the same GPU."""
+"""Results to be committed, bench/results/gpu-*.json, and regressions since the last of the same GPU."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ KERNELS = (round_without_data, wait_source_and_finish, pack_and_unpack, push, pu
 
 
 def operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and x @ w in small integers, whose sums are exact."""
+    """x, w and x @ w in small integers, so that sums are exact."""
     m, k, n = (512, 256, 512) if device.type != "cpu" else (16, 16, 32)
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -121,7 +121,7 @@ def workspace_of(slot_bytes: int, device: torch.device) -> Workspace:
 
 
 def _expect(out: Tensor, want: Tensor) -> None:
-    """The values must be equal, where there are any: `compile_kernels` calls these functions on device "meta"."""
+    """Meta tensors pass: `compile_kernels` calls these functions on device "meta"."""
     assert out.is_meta or torch.equal(out, want), f"{(out != want).sum().item()} of {out.numel()} values are wrong"
 
 

@@ -1,4 +1,4 @@
-"""The table of speeds: which numbers of which cases make a row, and what they should be."""
+"""The table of speeds: the numbers of each row, by case, and their goals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """``cases`` and ``keys`` are patterns of "part/case" and of the names in what it found.
+    """``cases`` and ``keys``: patterns of "part/case" and of names in its result.
 
-    A number counts in ``unit``, or in that of the case's number named ``over``.
+    Numbers are in ``unit``, or relative to the case's number ``over``.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Row:
     over: str = ""
     unit: str = ""
     more_is_better: bool = False
-    noise: float = 0.05  # what differs by less is equal
+    noise: float = 0.05  # smaller relative differences count as equal
 
 
 _HOST = "torch.mm", "", False, 0.25
@@ -42,7 +42,7 @@ TABLE = [
 
 
 def numbers(row: Row, found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The row's numbers by label. ``found``: what each case found, by "part/case"."""
+    """The row's numbers by label. ``found``: results by "part/case"."""
     for case, facts in found.items():
         if not fnmatchcase(case, row.cases) or not isinstance(facts, dict):
             continue

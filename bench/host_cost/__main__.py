@@ -1,4 +1,4 @@
-"""`make host-cost`: sets up what it needs below build/, checks what streams are given, and counts instructions.
+"""`make host-cost`: sets up torch and pretended GPUs below build/, checks the work on streams, and counts instructions.
 
     python bench/host_cost [--ranks R ...] [--torch VERSION] [--json FILE]
 
@@ -34,7 +34,7 @@ PROGRAMS = {  # by name: the Debian package that has it
 CALLS = 10  # of each row, as calls.py makes them
 TORCH = "2.11.0"
 MM, BACKWARD = "torch.mm", ", forward and backward"
-MOST = {  # by row: what it may cost, as a multiple of torch.mm
+MOST = {  # by row: bound of its cost, as a multiple of torch.mm
     "fused matmul_all_to_all, torch.ops": 3,
     "fused matmul_all_to_all, public": 5,
     "fused matmul_all_to_all, public, inputs require grad": 6,
@@ -145,7 +145,7 @@ def missing() -> list[str]:
 
 
 def made(folder: Path, torch: str) -> dict[str, str]:
-    """The environment of processes in which ``torch`` and this checkout run on pretended GPUs."""
+    """The environment that makes ``torch`` and this checkout run on pretended GPUs."""
     environment = _installed(folder, torch)
     _linked(folder)
     environment |= {
@@ -165,7 +165,7 @@ def python(folder: Path) -> str:
 
 
 def _installed(folder: Path, torch: str) -> dict[str, str]:
-    """torch, what it needs but CUDA's libraries, and CUDA's headers. Returns the environment, without settings."""
+    """Install torch, its needs without CUDA's libraries, and CUDA's headers. Returns the environment."""
     unset = ("FUSEDCOMM_", "TRITON_", "PYTORCH_", "TORCH", "CUDA_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     environment["PATH"] = f"{folder / 'venv/bin'}:{environment['PATH']}"
@@ -243,8 +243,8 @@ def _compiled(folder: Path, environment: dict[str, str]) -> None:
 
 
 def _run(*command: str | Path, check: bool = True, **options: Any) -> str:
-    """Standard output; of a command that may fail (``check``), "failed" if it has. Errors are shown if they matter: pip
-    would tell that torch has no CUDA libraries.
+    """Standard output; of a command that may fail (``check``), "failed" if it has. Errors are shown only if they end
+    this: pip would tell that torch has no CUDA libraries.
     """
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, **options)
     if check and done.returncode:

@@ -2,7 +2,7 @@
 
     python -m fusedcomm.bench.host_cost.calls R FILE [count]
 
-checks what streams are given, and times the calls; with ``count`` callgrind counts each. FILE: for JSON.
+checks the work on streams, and times the calls; with ``count`` callgrind counts each. FILE: for JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def step(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> Call
 
 
 def dispatched(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The op of the package that ``call`` comes to, with the same arguments."""
+    """The package's op behind ``call``, with the same arguments."""
     found: list[Callable[[], Any]] = []
 
     class Mode(TorchDispatchMode):

@@ -44,7 +44,7 @@ from fusedcomm.run.packing import Packed, pack
 
 SLOT_BYTES = 32 << 20  # most calls below take two rounds or more
 DEVICE = torch.device("cuda", 1)
-CALLS = 3  # of each: the allocator gives away again what the one before has left
+CALLS = 3  # of each: the allocator gives away again the memory of the one before
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -96,7 +96,7 @@ def in_fresh_thread(group_size: int) -> Iterator[str]:
 
 
 def unseen_launches(group_size: int) -> Iterator[str]:
-    """Calls of which a hook that was set before their plan sees no launch."""
+    """Calls without a launch seen by a hook that was set before their plan."""
     _, call, inputs = next(cases(group_size))
     seen: list[Any] = []
     hooks = knobs.runtime.launch_enter_hook
@@ -138,7 +138,7 @@ def violations(trace: Trace, workspace: Workspace, user: torch.cuda.Stream) -> I
 def differences(driver: Driver, call: Call, inputs: list[Tensor], workspace: Workspace) -> Iterator[str]:
     """Work that the native executor gives to the streams, and Python's does not, or the other way round.
 
-    Both run from each parity of the epoch, and find the allocator as the call before has left it.
+    Both run from each parity of the epoch, and from the same state of the allocator.
     """
     if native is None:
         return
@@ -159,7 +159,7 @@ def differences(driver: Driver, call: Call, inputs: list[Tensor], workspace: Wor
 
 
 def normal(trace: Trace, given: list[tuple[Any, ...]], epoch: int) -> Iterator[Any]:
-    """All that depends neither on the epoch nor on the handles of events."""
+    """The trace without epochs and handles of events."""
     events: dict[int, int] = {}
     for each in trace:
         is_event = each.what in ("record", "wait", "host waits")
@@ -170,7 +170,7 @@ def normal(trace: Trace, given: list[tuple[Any, ...]], epoch: int) -> Iterator[A
 
 @contextmanager
 def in_python(by_python: bool = True) -> Iterator[None]:
-    """Calls run in Python, by the plan that they have: its own count of warm-ups does not change."""
+    """Calls inside run in Python, by their existing plans: Python's count of warm-ups does not change."""
     if native is not None:
         native.set_warm_ups(int(by_python))
     yield
@@ -200,7 +200,7 @@ def missed_defects(
             planted[f"{name} without waits"] = [
                 each for each in trace if each.what != "wait" or each.stream not in streams
             ]
-    if any(each.what == "copy" for each in trace):  # otherwise torch's kernels copy, of whose operands nothing is known
+    if any(each.what == "copy" for each in trace):  # otherwise torch's kernels copy, with unknown operands
         for what in ("copy", "signal"):
             moved = [replace(each, stream=user.cuda_stream) if each.what == what else each for each in trace]
             planted[f"each {what} on the caller's stream"] = moved

@@ -62,7 +62,7 @@ def blocks(allocated: bool = True) -> list[Range]:
 
 
 class Driver(FakeDriver):
-    """The preloaded libcuda.so.1, which takes all that it is given, or, inside `hears`, tells what that is."""
+    """The preloaded libcuda.so.1: takes all work, or, inside `hears`, tells of it."""
 
     def __init__(self) -> None:
         library = Path(sys.prefix).parent.joinpath("lib/libcuda.so.1")
@@ -90,7 +90,7 @@ class Driver(FakeDriver):
 
     @contextmanager
     def counts(self, name: str) -> Iterator[None]:
-        """Callgrind counts what is run inside."""
+        """Callgrind counts the calls inside."""
         self._library.count_begin()
         yield
         self._library.count_end(name.encode())

@@ -1,7 +1,7 @@
 """Work that one rank gives to the streams of its pretended GPUs, in the host's order, and its faults.
 
-A device may run its streams as far apart as events let it. So accesses to the same bytes, one of which writes, need
-an order; and memory that torch's allocator gives away again has the same bytes as before.
+A device may run its streams as far apart as events let it. So accesses to the same bytes need an order if one writes;
+and memory that torch's allocator gives away again has the same bytes as before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Trace = Sequence[Access]
 
 
 def come_before(trace: Trace) -> list[int]:
-    """For each entry a set of those that surely come before it, as bits: by streams, events and waits of the host."""
+    """For each entry the set, as bits, of entries surely before it: by streams, events and waits of the host."""
     done: dict[tuple[int, int], int] = {}  # by stream
     recorded: dict[int, int] = {}  # by event
     by_host, before = 0, []
@@ -65,7 +65,7 @@ def come_before(trace: Trace) -> list[int]:
 
 
 def races(trace: Trace) -> Iterator[str]:
-    """Conflicts without an order. A launch may use any part of its operands, so those of one call do not conflict."""
+    """Conflicts without an order. Launches may use any part of their operands: no conflict within one call."""
     before, calls = come_before(trace), [*accumulate(each.what == "use" for each in trace)]
     for i, second in enumerate(trace):
         for j, first in enumerate(trace[:i]):
@@ -75,7 +75,7 @@ def races(trace: Trace) -> Iterator[str]:
 
 
 def early_signals(trace: Trace, segments: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Signals to a segment (start, end) that may come before what the host has sent there earlier."""
+    """Signals to a segment (start, end) that may come before an earlier send of the host to it."""
     before = come_before(trace)
     for i, signal in enumerate(trace):
         if signal.what == "signal":
@@ -103,7 +103,7 @@ def misplaced_copies(trace: Trace, segments: Sequence[tuple[int, int]], side: in
 
 
 def counts(trace: Trace) -> dict[str, int]:
-    """How often the driver was called for each purpose; operations with several operands count once."""
+    """Driver calls by purpose; operations with several operands count once."""
     found = Counter(each.what for each in trace if each.access != READS and each.what not in ("use", "operand"))
     return dict(sorted(found.items()))
 

@@ -1,1 +1,1 @@
-"""Rank processes on this machine, and what all commands print and write alike."""
+"""Rank processes on this machine, and the common output of all commands."""

@@ -1,4 +1,4 @@
-"""What all commands print and write alike."""
+"""The common output of all commands: consoles, tables, progress, files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show(renderable: Any, out: Console | None = None) -> None:
 
 
 def as_text(renderable: Any) -> str:
-    """What `show` would print, without colours."""
+    """The text of `show`, without colours."""
     file = io.StringIO()
     # rich would display it instead in a notebook
     plain = {"color_system": None, "force_terminal": False, "force_jupyter": False}
@@ -48,20 +48,19 @@ def as_text(renderable: Any) -> str:
 
 
 def _asked_width() -> int | None:
-    """What COLUMNS says, if that is a positive number."""
     columns = os.environ.get("COLUMNS", "")
     return int(columns) or None if columns.isascii() and columns.isdigit() else None
 
 
 def _console(**options: Any) -> Console:
-    """A console that does not read COLUMNS and LINES: rich takes 0 columns as a width, and raises for ``²``."""
+    """Ignores COLUMNS and LINES: rich takes 0 columns as a width, and raises for ``²``."""
     environ = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return Console(highlight=False, _environ=environ, **options)
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. ``head`` says what it holds and its unit, in one or two lines; ``about``: its legend.
+    """A column of a table. ``head``: its name and unit, in one or two lines; ``about``: its legend.
 
     ``drop``: 0 if it is never left out; else columns with larger numbers go before it, and equal ones with it.
     """
@@ -84,7 +83,7 @@ class Table:
     """Rows under heads, the legend below. Whole columns are left out where there is not enough width for all of them.
 
     Print it with `show`: where the columns that always stay do not fit, lines are longer than the terminal, and figures
-    stay whole. ``others``: where to find what is left out.
+    stay whole. ``others``: where the columns left out are found.
     """
 
     columns: Sequence[Column]
@@ -95,7 +94,7 @@ class Table:
     has_legend: bool = True
 
     def shown(self, width: int) -> list[Column]:
-        """The columns that fit, or those that always stay."""
+        """The columns that fit, or else the permanent ones."""
         kept = list(self.columns)
         while sum(self._widths(kept, 0)) - GAP > width and (last := max(column.drop for column in kept)):
             kept = [column for column in kept if column.drop != last]
@@ -121,7 +120,7 @@ class Table:
             yield Legend([self])
 
     def _widths(self, columns: Sequence[Column], width: int) -> list[int]:
-        """What each column takes, its gap included: what is left of ``width`` goes to those whose cells are folded."""
+        """Each column's width, its gap included. Columns with folded cells share the rest of ``width``."""
         wanted = [self._wanted[column] for column in columns]
         heads = [GAP + max(map(cell_len, column.head.split("\n"))) for column in columns]
         widths = [
@@ -135,12 +134,11 @@ class Table:
 
     @functools.cached_property
     def _cells(self) -> dict[Column, list[Text]]:
-        """What stands below each head, by row."""
         return {column: [_without_tabs(column.cell(row)) for row in self.rows] for column in self.columns}
 
     @functools.cached_property
     def _wanted(self) -> dict[Column, int]:
-        """The width at which no line of a column is folded, its gap included."""
+        """The width without folded lines, gap included."""
         return {
             column: GAP + max(cell_len(line) for text in (column.head, *cells) for line in str(text).split("\n"))
             for column, cells in self._cells.items()
@@ -149,7 +147,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Legend:
-    """What the columns shown in some table say. Neighbours that say the same share a line."""
+    """The legends of the columns shown in some table. Neighbours with equal ones share a line."""
 
     tables: Sequence[Table]
 
@@ -195,7 +193,7 @@ def progress(here: bool, total: int, first: str, then: str) -> Iterator[Callable
 
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that starts ranks: on what, and how many."""
+    """The options of every command that starts ranks: device and number."""
     device = "where to run (default: cuda if there are two GPUs or more, else cpu)"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
     world_size = "ranks to start (default: one per GPU, or 2 on CPU; under torchrun its own)"

@@ -1,4 +1,4 @@
-"""What a report says of its run: versions, machine, command, date and commit."""
+"""A report's facts about its run: versions, machine, command, date and commit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_facts() -> dict[str, Any]:
 def _commit() -> str | None:
     """The commit of the checkout that this file is part of, if it is part of one.
 
-    "+" stands for local changes other than those of earlier figures.
+    "+" stands for local changes outside bench/results.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

@@ -68,7 +68,7 @@ class RankError(RuntimeError):
     """Ranks failed: ``rank`` and ``exception_type`` are the first one's, ``failures`` has all."""
 
     def __init__(self, failures: Iterable[RankFailure]) -> None:
-        # What a rank did by itself comes before what the others suffered from it.
+        # A rank's own failure comes before its consequences on others.
         order = {"died": 0, "raised": 1, "did not answer": 2}
         self.failures = sorted(failures, key=lambda f: (order[f.kind], f.rank))
         self.rank = self.failures[0].rank
@@ -88,7 +88,7 @@ class _Setup:
 
 
 class RankProcess(Protocol):
-    """What a pool needs of a process. multiprocessing's are such, and those that tests fork."""
+    """The interface of a pool's processes: multiprocessing's, and tests' forks."""
 
     @property
     def pid(self) -> int | None: ...
@@ -333,7 +333,7 @@ def _in_lasting_thread(start: Callable[[], None]) -> None:
 
 
 def _starter_jobs() -> queue.SimpleQueue[Callable[[], None]]:
-    """What the starter thread is to call. The first caller starts that thread."""
+    """Jobs for the starter thread. The first caller starts it."""
     global _jobs
     with _jobs_lock:
         if _jobs is None:
@@ -349,9 +349,7 @@ def _starter_jobs() -> queue.SimpleQueue[Callable[[], None]]:
 
 
 def _forget_parents() -> None:
-    """In a forked child: the parent's ranks are not the child's to end, its thread does not live there, and its lock
-    may be held by a thread that does not either.
-    """
+    """In a forked child: the parent's ranks are not its own, and a thread that it lacks may hold the lock."""
     global _jobs, _jobs_lock
     _pools.clear()
     _jobs, _jobs_lock = None, threading.Lock()
@@ -400,7 +398,7 @@ def _start(setup: _Setup, tasks: Connection, traces: Connection) -> RankProcess:
 
 
 def _read_trace(traces: Connection) -> str:
-    """What faulthandler wrote: until the rank ends or is silent for a moment."""
+    """faulthandler's text: until the rank ends or is silent for a moment."""
     os.set_blocking(traces.fileno(), False)
     text = b""
     deadline = time.monotonic() + TRACE_S

@@ -28,7 +28,7 @@ def under_torchrun() -> bool:
 
 
 def is_rank_0() -> bool:
-    """Whether this is rank 0 of those that torchrun started; a process that starts the ranks itself is rank 0 too."""
+    """Whether this is rank 0 under torchrun; a process that starts the ranks itself is rank 0 too."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
@@ -43,7 +43,7 @@ def default_world_size(device_type: str) -> int:
 
 
 def world_size_of(asked: int | None, device_type: str) -> int:
-    """How many ranks a command has: torchrun's, else as many as are asked for, else one per GPU, or 2."""
+    """The number of ranks of a command: torchrun's, else as asked for, else one per GPU, or 2."""
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     return asked or default_world_size(device_type)
@@ -130,7 +130,7 @@ def ranks(
 
 
 def message(error: Exception) -> str:
-    """What a command says of an error: the message alone where values are wrong, else everything."""
+    """A command's text for an error: the message alone where values are wrong, else everything."""
     if isinstance(error, RankError) and error.failures[0].exception_type == "ValuesDiffer":
         return error.failures[0].message
     return str(error)

@@ -1,1 +1,1 @@
-"""Bytes and words: groups, votes, symmetric memory, the protocol on it, and what is known of a call when it fails."""
+"""Bytes and words: groups, votes, symmetric memory, its protocol, and the records of failed calls."""

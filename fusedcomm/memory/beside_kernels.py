@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def beside_kernels(device: torch.device) -> Iterator[None]:
-    """A context whose copies do not wait for kernels that wait for peers, and are done at its end."""
+    """A context in which copies do not wait for kernels that wait for peers; they are done at its end."""
     if device.type != "cuda":
         yield
         return
@@ -23,9 +23,9 @@ def beside_kernels(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of the host, of a priority that no other stream here has.
+    """The host's only stream, at a priority that no other stream here has.
 
-    torch draws streams from a pool of 32 for each priority, and then the same again: a stream that is drawn for each
-    use becomes, in time, the one whose kernel waits for a peer.
+    torch draws streams from a pool of 32 for each priority, and then the same again: drawn anew for each use, it
+    becomes in time the stream of a kernel that waits for a peer.
     """
     return torch.cuda.Stream(device, priority=-2)

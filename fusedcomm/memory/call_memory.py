@@ -1,4 +1,4 @@
-"""The memory of a rank's own calls, where the process group's collectives move what the peers get."""
+"""The memory of a rank's own calls, exchanged by the process group's collectives."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     [guard | result | guard]                                    a block of the heap of results
 
 Every rank checks the guards of its own segment: on CPU before a call and after each of its rounds, on GPUs before a
-call and in `synchronize`. It checks those of a result after each round of the call. A write past a chunk that stays
-inside the slot or the result is not seen.
+call and in `synchronize`. It checks a result's guards after each round of the call. A write past a chunk but inside the
+slot or the result is not seen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def paint(segment: Tensor, layout: HeaderLayout) -> None:
 def damage(
     segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int, posted: Tensor | None = None
 ) -> str | None:
-    """What has been written to the guards of ``rank``'s segment, or around the result that it has ``posted``, or None.
+    """Describe writes to the guards of ``rank``'s segment, or around its ``posted`` result; None if there are none.
 
     On a GPU it waits for the current stream.
     """
@@ -50,14 +50,14 @@ def damage(
 
 
 def paint_around(block: Tensor) -> Tensor:
-    """Write a guard at either end of a block of bytes, and return what is between them."""
+    """Write a guard at either end of a block of bytes, and return the bytes between."""
     for guard in _ends(block):
         guard.copy_(_pattern(GUARD_BYTES))
     return block[GUARD_BYTES:-GUARD_BYTES]
 
 
 def damage_around(result: Tensor, rank: int) -> str | None:
-    """What has been written to the guards around ``rank``'s result, which `paint_around` has made, or None."""
+    """Describe writes to the guards of ``rank``'s result, made by `paint_around`; None if there are none."""
     block = torch.empty(0, dtype=torch.uint8, device=result.device).set_(result.untyped_storage())
     wrong = [guard != _pattern(GUARD_BYTES) for guard in _ends(block)]
     texts = [_place(i, ["it"], guard, wrong[i]) for i, guard in enumerate(_ends(block)) if wrong[i].any()]
@@ -69,7 +69,7 @@ def _ends(block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _place(i: int, guarded: list[str], found: Tensor, wrong: Tensor) -> str:
-    """The changed bytes of guard i, counted from the nearer of what is guarded, which they were probably meant for."""
+    """The changed bytes of guard i, counted from the nearer guarded block, their probable target."""
     offsets = wrong.nonzero().flatten()
     first, last = int(offsets[0]), int(offsets[-1])
     shown = bytes(found[first : min(last + 1, first + SHOWN_BYTES)].tolist()).hex(" ")
@@ -83,5 +83,5 @@ def _place(i: int, guarded: list[str], found: Tensor, wrong: Tensor) -> str:
 @cache
 @outside_modes()
 def _pattern(num_bytes: int) -> Tensor:
-    """The bytes of a guard. None of them is 0, and none equals its neighbour."""
+    """A guard: no byte is 0 or equals its neighbour."""
     return (torch.arange(num_bytes, device="cpu") * 37 % 251 + 1).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""CUDA graphs: whether one is captured, and the calls before it that make and load all that a capture cannot."""
+"""CUDA graphs: whether one is captured, and the calls before it that allocate and load for it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def before_capture() -> Iterator[None]:
     """Run calls as the capture of a CUDA graph will run them, in a ``with`` statement around them.
 
     A capture can neither load kernels nor make memory, and takes ``fused`` where a call outside of it may run
-    ``chunked``. Inside the statement each call on a GPU is planned as in a capture, so that what the capture needs is
-    proved, made and loaded by its end. A call that a capture meets first raises RuntimeError. Enter it alike on every
-    rank, with the shapes, dtypes, strides and alignments of the capture. On CPUs it changes nothing.
+    ``chunked``. Inside the statement each call on a GPU is planned as in a capture, so that its algorithm is proved,
+    its memory made and its kernels loaded by the end. A call that a capture meets first raises RuntimeError. Enter it
+    alike on every rank, with the shapes, dtypes, strides and alignments of the capture. On CPUs it changes nothing.
 
     Example, on each of 2 ranks::
 
@@ -47,7 +47,7 @@ def _count_warm_ups(more: int) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream records what is launched on it."""
+    """Whether the current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -57,7 +57,7 @@ def is_for_capture(device: torch.device) -> bool:
 
 
 class LoadedCalls:
-    """The last calls whose kernels have run, and are loaded. More than a program captures need not be kept."""
+    """The last calls with loaded kernels. More than a program captures need not be kept."""
 
     def __init__(self) -> None:
         self._calls: dict[Any, None] = {}  # the oldest first

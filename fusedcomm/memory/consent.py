@@ -1,9 +1,9 @@
 """Consent of a group's ranks to a change of their programs, which each rank compiles apart and maybe alone.
 
-A ballot is about a digest of all that the change needs to be equal, and is numbered by how often a rank has come to
-that digest. The last rank to come answers yes. A rank that waits too long, or sees that a peer has come to something
-else, answers no, by compare-and-set, and all take the answer that stands. Who compiles alone what all have answered
-before takes that answer, as peers run what they compiled then.
+A ballot compares a digest of everything that must be equal for the change. Its number counts a rank's ballots on that
+digest. The last rank to come answers yes. A rank that waits too long, or sees that a peer has come to something else,
+answers no, by compare-and-set, and all take the answer that stands. A rank that compiles a program again, alone, takes
+the earlier answer, as its peers still run that program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class Answer(NamedTuple):
-    """YES; or OTHER or ABSENT, with the ranks whose programs differ, or that did not come."""
+    """YES; or OTHER or ABSENT, with the ranks that have other programs, or did not come."""
 
     kind: str
     peers: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class Consent:
         self._in_step = True
 
     def pass_by(self) -> None:
-        """Tell peers that this rank has come to a program in which it changes nothing."""
+        """Tell peers that this rank has come to a program and changes nothing in it."""
         with self._lock:
             self._count += 1
             self._tell_count()
@@ -106,7 +106,7 @@ class Consent:
         self.store.set(f"at/{self.rank}", str(self._count))
 
     def _answer(self, ballot: str, deadline: float, alone: str | None) -> str:
-        """The answer that stands, or this rank's, as soon as it has one. ``alone``: its own where nobody comes."""
+        """The answer that stands, or this rank's, as soon as it has one. ``alone``: its answer if nobody comes."""
         key, pause = f"{ballot}/answer", 0.0005
         missing = [r for r in range(self.group_size) if r != self.rank]
         self.store.set(f"{ballot}/{self.rank}", str(self._count))
@@ -126,7 +126,7 @@ class Consent:
         return self.store.get(key).decode()
 
     def _find_bases(self) -> None:
-        """Count from a ballot to which all have come by now, whatever its answer was."""
+        """Count from a ballot that all have joined by now, with any answer."""
         for ballot in self._latest:
             keys = [f"{ballot}/{r}" for r in range(self.group_size)]
             if self.store.check(keys):

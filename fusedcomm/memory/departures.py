@@ -1,4 +1,4 @@
-"""Which ranks of a group have left: those whose processes are gone from this host, and those that have said so.
+"""The ranks of a group that have left: by a last word on the store, or because their processes are gone from this host.
 
 A rank that ends says so on the store (`exits`), and so does one that destroys its group because of an exception
 (`members`). It cannot if it is killed, or ends by os._exit.
@@ -20,12 +20,12 @@ from fusedcomm.errors import text_of
 from fusedcomm.memory.segment import LAST_WORDS_BYTES
 
 KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
-UNSEEN = ""  # what is found of a process while nothing can be found of any
-STORE_S = 2.0  # how long a rank that leaves may wait for the store, whose host may be cut off
+UNSEEN = ""  # the start of every process while /proc cannot be read
+STORE_S = 2.0  # how long a rank that leaves may wait for the store: its host may be cut off
 
 
 def own_life() -> dict[str, Any]:
-    """This rank's part in a group, as JSON, until its process ends. One that is started again has another."""
+    """This rank's part in a group, as JSON, until its process ends. A restarted rank has another."""
     return {"life": uuid.uuid4().hex, "process": _started(os.getpid())}
 
 
@@ -44,12 +44,12 @@ class Departures:
         self._store.set(self._ids[self._rank], last_words)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank on this host is gone. All that it wrote is there then."""
+        """Whether the process of a rank on this host is gone. All its writes are visible then."""
         process = self._processes.get(rank)
         return process is not None and _started(_pid(process)) not in (process, UNSEEN)
 
     def last_words(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks that have left, and why. It asks the store, which may fail."""
+        """{rank: reason} of the departed among ``ranks``. It asks the store, which may fail."""
         found = {}
         for rank in ranks:
             if self._store.check([self._ids[rank]]):
@@ -76,7 +76,7 @@ def farewell(error: BaseException | None, otherwise: str, num_calls: int) -> str
 
 
 def announce(left: list[tuple[Departures | None, str]]) -> None:
-    """Tell those that will vote, by the store. It may block, as while its host is cut off."""
+    """Tell the voters, by the store. It may block, as while the store's host is cut off."""
 
     def run() -> None:
         for departures, last_words in left:

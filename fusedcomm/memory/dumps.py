@@ -60,7 +60,7 @@ def _note_place() -> tuple[int, int] | None:
 
 
 class on_failure:  # a function to its users, in a with statement
-    """A context: an exception that leaves it leaves a dump."""
+    """A context: an exception out of it writes a dump."""
 
     def __enter__(self) -> None:
         pass
@@ -83,7 +83,7 @@ def write(why: str) -> Path | None:
             written = files.replace(folder / f"rank{place[0]}.json", json.dumps(describe(why, *place), indent=1))
             _last_why = why
             return written
-    except Exception as error:  # the caller must hear of what failed before, not of this
+    except Exception as error:  # the caller must hear of the first failure, not of this one
         log.warning("no dump in FUSEDCOMM_DUMP_DIR: %s", error)
         return None
 
@@ -117,7 +117,7 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str, Any]:
-    """``offset`` turns the times of a record into those of the clock."""
+    """``offset``: from a record's times to the clock's."""
     ranks = list(record.ranks or _ranks_of(record.group_name))
     found: dict[str, Any] = {
         "op": record.op,
@@ -167,7 +167,7 @@ def _stacks() -> dict[str, list[str]]:
 def _listen() -> None:
     """Start a thread that Python's handler in C wakes at once, even while the main thread is in C++ and runs no Python.
 
-    Any handler in Python is enough for that, so one that is already there stays, and is called.
+    Any Python handler will do, so an existing one stays, and is called.
     """
     if not callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, lambda *args: None)

@@ -1,8 +1,8 @@
-"""A rank that ends tells its peers why, so that those that wait for it, or come to wait, need no time-out to know.
+"""A rank that ends tells its peers why, so that a rank that waits for it, now or later, needs no time-out to know.
 
 It does so when its interpreter ends, by the program's last line, an exception or sys.exit: after its threads, and after
-those exit handlers that were registered later than this module's. If the group is destroyed before that, `members` does
-it. What it has sent stays good. A rank that is killed, or ends by os._exit, tells nothing.
+exit handlers registered later than this module's. If the group is destroyed before that, `members` does it. Its sent
+data stay good. A rank that is killed, or ends by os._exit, tells nothing.
 """
 
 from __future__ import annotations

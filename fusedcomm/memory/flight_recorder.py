@@ -1,4 +1,4 @@
-"""The last calls of this rank: what was called, how far each has come, and how it ended. `dumps` writes them down."""
+"""The last calls of this rank: arguments, progress and outcome. `dumps` writes them down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.geometry.exchange import Exchange
 
 NUM_CALLS = 256
-VOTING, CHECKING, RUNNING = "voting", "checking", "running"  # what all ranks do together in a call, in this order
+VOTING, CHECKING, RUNNING = "voting", "checking", "running"  # collective states of a call, in this order
 DONE, FAILED = "done", "failed"  # a call on a GPU is done once its kernels are launched
 
 _ring: deque[Record] = deque(maxlen=NUM_CALLS)
@@ -29,9 +29,8 @@ class Record:
     call runs.
     """
 
-    # These are defaults, and an instance sets only what it changes.
-    # Calls are counted per group and device since the last reset or close. These are number 0, and so is a first call
-    # that still votes.
+    # These are defaults, and an instance sets only its changes. Calls are counted per group and device since the last
+    # reset or close. These are number 0, and so is a first call that still votes.
     number = 0
     resets = 0
     ranks: tuple[int, ...] = ()  # the group's ranks in WORLD
@@ -76,7 +75,7 @@ class Record:
         return None if self.dtype is None else str(self.dtype).removeprefix("torch.")
 
     def kind(self) -> Record:
-        """What all calls like this one have in common."""
+        """The fields that all calls of this kind share."""
         found = Record(self.op, self.group_name, self.device, self.exchange, self.dtype)
         found.ranks, found.algorithm, found.state = self.ranks, self.algorithm, RUNNING
         return found
@@ -115,7 +114,7 @@ def forget() -> None:
 
 
 def _prepared() -> list[Record]:
-    """Those of calls that ran without Python."""
+    """Records of calls that ran without Python."""
     found = []
     for kind, workspace, number, resets, before, after, started, ended, error, peers in (
         [] if native is None else native.recorded_calls()
@@ -132,5 +131,5 @@ def _prepared() -> list[Record]:
 
 
 def _as_list(value: Any) -> Any:
-    """What JSON makes of an element: peers' arguments come through it, and are compared."""
+    """Tuples as lists: compared with peers' arguments, which come as JSON."""
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Process groups: what users pass, what ops carry (size and name), and key spaces of their stores."""
+"""Process groups: from users' arguments to the (size, name) of ops, and key spaces of their stores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _forked = False  # from a process that had groups: these, and their connections,
 
 
 def _note_fork() -> None:
-    """Keep the parent's groups for good: their destructors would wait for threads that a child does not have."""
+    """Keep the parent's groups for good: their destructors would wait for threads that a child lacks."""
     global _forked
     _forked = dist.is_initialized()
     for pg in c10d._world.pg_map if _forked else ():
@@ -60,7 +60,7 @@ def rank_of(group_name: str) -> int:
     return find(group_name).rank()
 
 
-rank_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+rank_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 def _size_of(group_name: str) -> int:

@@ -66,14 +66,14 @@ class Member:
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
-    for_graphs: Workspace | None = None  # the one of them that later captures use too
+    for_graphs: Workspace | None = None  # shared by later captures too
     loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
-    outcomes: dict[str, str] = field(default_factory=dict)  # by name of proof: empty, or what was wrong on any rank
+    outcomes: dict[str, str] = field(default_factory=dict)  # by name of proof: empty, or a rank's failure
     lock: AbstractContextManager[Any] = field(
         default_factory=lambda: native.CallLock() if native else threading.RLock()
     )
     plans: dict[Hashable, Plan] = field(default_factory=dict)  # by kind of call
-    prepared: Any = None  # native.PreparedCalls: those of the plans that are loaded natively
+    prepared: Any = None  # native.PreparedCalls: the natively loaded plans
     plan_bytes: int = 0  # of all plans, here and there
 
     @property
@@ -131,8 +131,8 @@ class Member:
     def workspace_for(self, num_bytes: int, op: str, fingerprint: int, *, by_host: bool = False) -> Workspace:
         """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective.
 
-        ``by_host``: whether the host counts the call's rounds. It cannot count those of replays, so such a call leaves
-        a workspace that was captured to the graphs, and a new one is made.
+        ``by_host``: whether the host counts the call's rounds. It cannot count replays, so such a call leaves a
+        captured workspace to the graphs and makes a new one.
         """
         self.enter(op, fingerprint)
         graphs = self.for_graphs if is_for_capture(self.device) else None
@@ -153,7 +153,7 @@ class Member:
         return self.workspace
 
     def enter(self, op: str, fingerprint: int) -> None:
-        """Raise what has failed in an earlier call; to be called before each call."""
+        """Raise the failure of an earlier call, if any. Comes before each call."""
         for each in self.retired:
             each.check(op)
         if self.error is not None:
@@ -218,7 +218,7 @@ class Member:
         except PeerError as failed:
             self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
-        except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
+        except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
             text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}"
             self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
             raise
@@ -229,9 +229,8 @@ class Member:
     def _share(
         self, size: int, op: str, fingerprint: int, *, of: str = ""
     ) -> tuple[list[torch.Tensor], str, Any] | str:
-        """A segment of symmetric memory: every rank's as a tensor, the group's name, and what keeps them alive.
-
-        Or why there is none; equal on all ranks. ``of``: what it is for, if not for a workspace.
+        """(every rank's segment of symmetric memory, the group's name, its keepers alive), or why there is none; equal
+        on all ranks. ``of``: the purpose, if not a workspace.
         """
         segment, error = self._allocate(size, initialise=not of)
         reason = self._agree(op, fingerprint, error, f"{of}allocated")
@@ -272,7 +271,7 @@ class Member:
             self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
 
     def prepare_anew(self) -> None:
-        """Drop the plans of earlier calls, which are for another workspace or other decisions, or take too much."""
+        """Drop the plans of earlier calls: they are for another workspace or other decisions, or too large."""
         self.plans.clear()
         self.plan_bytes = 0
         if self.prepared is None:
@@ -284,13 +283,13 @@ class Member:
                 self.prepared.begin(self.resets, *self.workspace.for_plans())
 
     def keep(self, kind: Hashable, plan: Plan) -> None:
-        """Keep the plan of a call that has run, unless for lack of memory it had to run by another one."""
+        """Keep the plan of a finished call, unless lack of memory forced another plan."""
         if kind not in self.plans and plan.reason != self.unavailable:
             self.count_plan(plan.num_bytes)
             self.plans[kind] = plan
 
     def count_plan(self, num_bytes: int) -> None:
-        """Count a new plan. Where all are too large together, all go, and later calls are planned anew."""
+        """Count a new plan. If the total is too large, all are dropped, and later calls are planned anew."""
         self.plan_bytes += num_bytes
         if self.plan_bytes > self.topology.plan_bytes:
             self.prepare_anew()
@@ -309,7 +308,7 @@ class Member:
         return segment, ""
 
     def _rendezvous(self, segment: torch.Tensor, op: str) -> tuple[Any, str]:
-        """The handle through which peers' segments are reached, or why they cannot be."""
+        """The handle to peers' segments, or why there is none."""
         if self.device.type == "cuda" and (error := self._blocked(segment)):
             return None, f"cannot map its peers' memory: {error}"
         try:
@@ -321,7 +320,7 @@ class Member:
             return None, f"cannot map its peers' memory: {error}"
 
     def _blocked(self, segment: torch.Tensor) -> str:
-        """Why torch's rendezvous on GPUs has not ended, or nothing. What it has made, torch finds again by the segment.
+        """Why torch's rendezvous on GPUs has not ended, or "". torch finds its result again by the segment.
 
         It waits for the peers' memory in ``recvmsg`` without a bound, so that a rank that dies or fails in it would
         block the others for good. As an op it leaves the GIL to this thread; by its binding it does not. It gets half
@@ -341,7 +340,7 @@ class Member:
         return str(result.exception() or "")
 
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
-        """Check that all ranks are at this stage of this call. Return what the first rank that failed says, or None."""
+        """Check that all ranks are at this stage of this call. Return the first failed rank's error, or None."""
         facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
         calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.departures)
         check_same_call(calls, self.rank, op, self.group_name)
@@ -360,7 +359,7 @@ class Member:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels, streams and allocations inside are those of ``device``, whatever the caller's current one is."""
+    """Make ``device`` the current one inside: of kernels, streams and allocations."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -1,8 +1,8 @@
 """Kernels that wait for peers run in one order per device, across groups and streams. Otherwise two could block each
 other: on one rank A's wait holds the SMs that B's push needs, and on the next rank it is the other way round.
 
-A captured graph orders its own kernels. The stream on which it is replayed must order it against eager calls: replay it
-on the stream of those calls, or let one stream wait for the other.
+A captured graph orders its own kernels. Its replays need an order against eager calls: replay it on their stream, or
+let one stream wait for the other.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def order_of(workspace: Workspace) -> Any:
 
 @contextmanager
 def ordered(workspace: Workspace) -> Iterator[None]:
-    """What is launched inside starts after everything that any thread launched inside earlier."""
+    """Launches inside start after all earlier launches inside, of any thread."""
     if workspace.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         yield
         return

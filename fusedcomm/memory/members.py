@@ -1,4 +1,4 @@
-"""The Members of this process, by process group and device, and what all ranks of a group do about them together.
+"""The Members of this process, by process group and device, and the collectives of a group about them.
 
 Groups are held weakly.
 """
@@ -92,7 +92,7 @@ def _destroyed(group: _Group) -> None:
     for each, last_words in left:
         if each.workspace is not None and each.device.type == "cpu":
             each.workspace.leave(last_words)
-    if error is not None:  # otherwise the job just ends, maybe with the store first, of which torch would warn
+    if error is not None:  # otherwise the job just ends, maybe the store first, and torch would warn
         announce([(each.departures, last_words) for each, last_words in left])
 
 
@@ -101,7 +101,7 @@ def members(pg: ProcessGroup) -> list[Member]:
 
 
 def all_members() -> list[Member]:
-    """Those of all groups of this process that are left."""
+    """The Members of every group alive in this process."""
     return [each for group in list(_groups.values()) for each in group.members.values()]
 
 
@@ -160,10 +160,10 @@ def close(group: Group = None) -> None:
 
 
 def synchronize(group: Group = None) -> None:
-    """Wait for the ops on a group and raise what their waits for peers have found.
+    """Wait for the ops on a group and raise the errors of their waits for peers.
 
-    On CUDA it waits for the device, whose kernels find errors after the call that started them has returned. On CPU a
-    call raises its errors itself. It is no collective: a rank may call it alone.
+    On CUDA it waits for the device, as kernels find errors after their call has returned. On CPU a call raises its
+    errors itself. It is no collective: a rank may call it alone.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
@@ -185,7 +185,7 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
     """The Members that all ranks of the group have, each with the largest slot of any rank; calls are counted anew.
 
     This is a bounded collective. Every rank joins, even one without a Member. A Member that some rank lacks, as its
-    vote never finished, is dropped and voted on again, and so is one whose vote found that it can have no workspace.
+    vote never finished, is dropped and voted on again, and so is a Member without a workspace by its vote.
     """
     pg = groups.find(groups.resolve(group)[1])
     if pg.size() == 1 or dist.get_backend(pg) == "fake":

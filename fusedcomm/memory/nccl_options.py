@@ -1,4 +1,4 @@
-"""NCCL as this torch has it, and the options of a process group whose collectives leave the GPU's SMs alone."""
+"""The NCCL of this torch, and process group options that keep collectives off the GPU's SMs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ POLICY = "NCCL_CTA_POLICY_ZERO"
 
 
 def nccl_options() -> Any:
-    """Options of a process group whose collectives NCCL runs without SMs where it can, by copy engines and the CPU.
+    """Options of a process group that make NCCL run collectives without SMs where it can, by copy engines and the CPU.
 
     ``unfused`` and ``pipelined`` call the collectives of the process group. NCCL runs these by kernels that take SMs
     from the matmuls beside them; with its zero-CTA policy, which these options set, it has all_gather and all_to_all
     copied instead, as long as a call fulfils its conditions, and runs kernels as before otherwise. NCCL calls it a
     trade: a collective alone may take longer. Nobody has run fusedcomm with it: it is opt-in, so measure both.
 
-    * torch 2.11 has NCCL 2.28.9, 2.12 with CUDA 13 and 2.13 have 2.29.7: their zero-CTA collectives stay inside a
-      host, and those across hosts are as without these options. torch 2.14 and newer with CUDA 13 have 2.30.7, the
+    * torch 2.11 has NCCL 2.28.9, 2.12 with CUDA 13 and 2.13 have 2.29.7: their zero-CTA collectives stay inside a host,
+      and collectives across hosts are as without these options. torch 2.14 and newer with CUDA 13 have 2.30.7, the
       first that crosses hosts. `fusedcomm doctor` says which one is installed.
-    * What is received must lie in memory that NCCL has registered as a symmetric window, for an all_to_all also what
-      is sent. ``pipelined`` takes ordinary memory of torch's allocator; docs/hosts.md has the lines that register
-      it. ``torch.distributed._symmetric_memory.set_backend("NCCL")`` is no way to it here: it is for the whole
+    * The received tensor, and for an all_to_all the sent one too, must lie in memory that NCCL has registered as a
+      symmetric window. ``pipelined`` takes ordinary memory of torch's allocator; docs/hosts.md has the lines that
+      register it. ``torch.distributed._symmetric_memory.set_backend("NCCL")`` is no way to it here: it is for the whole
       process, and `chunked` and `fused` need torch's CUDA backend.
     * With torch 2.13 and CUDA 13 a rendezvous on that NCCL backend is reported to fail, and in general as the first
       that a group does: pass ``device_id`` to init_process_group, which makes the communicator at once.
@@ -36,7 +36,7 @@ def nccl_options() -> Any:
     ``backend_override={"tp": ("nccl", fusedcomm.nccl_options())}``, to init_device_mesh. All ranks must do alike.
 
     Returns:
-        a new ``torch.distributed.ProcessGroupNCCL.Options``, whose other fields are torch's defaults.
+        a new ``torch.distributed.ProcessGroupNCCL.Options``, otherwise with torch's defaults.
 
     Raises:
         RuntimeError: this torch has no NCCL, or none with this policy. It is no warning, because a program that asks

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def start(call: Callable[[], T], name: str) -> futures.Future[T]:
-    """Run ``call`` on a daemon thread. Who no longer waits for it leaves it behind: it ends with its call."""
+    """Run ``call`` on a daemon thread. It may be left behind: it ends with its call."""
     result: futures.Future[T] = futures.Future()
 
     def run() -> None:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 def outside_modes() -> Iterator[None]:
     """A context, or a decorator, without inference mode, gradients, autocast, functorch, dispatch and function modes.
 
-    The default device is a function mode. The default dtype is no mode: what is kept names its own.
+    The default device is a function mode. The default dtype is no mode: kept tensors name their own.
     """
-    # Each guard puts back what it found, so that each is made only when those before it have begun.
+    # A guard restores the state at its making, so each is made only once the guards before it have begun.
     with (
         torch.inference_mode(False),
         torch.no_grad(),

@@ -1,4 +1,4 @@
-"""A wait that takes long is logged once, with the ranks that it is for, long before its time is over."""
+"""A long wait is logged once, with the missing ranks, long before its time-out."""
 
 from __future__ import annotations
 

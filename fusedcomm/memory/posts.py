@@ -1,7 +1,6 @@
-"""What the headers say of results in place: where a rank takes its result, and whether a peer has written there.
+"""The headers' words on results in place: where a rank takes its result, and whether a peer has written there.
 
-Where this rank's words go, and where those of peers are, is up to `fusedcomm.memory.segment.HeaderLayout`. A stamp is
-epoch << 24 | fingerprint, as a flag is.
+`fusedcomm.memory.segment.HeaderLayout` says where they are. A stamp is epoch << 24 | fingerprint, as a flag is.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Posts:
         return bool(loaded().load(address + 2 * _WORD) == stamp)
 
     def find(self, peer: int, num_bytes: int, stamp: int) -> int | None:
-        """Where the peer's result of this size is in its heap, or None where it has not said so for this round.
+        """The place of the peer's result of this size in its heap, or None without a post for this round.
 
         Everything is compared before the first store: a post of another round or call names memory that may be another
         tensor by now.

@@ -102,7 +102,7 @@ def _address_4(match: re.Match[str]) -> str:
 
 
 def _address_6(match: re.Match[str]) -> str:
-    """A time or a PCI bus number looks like an address, but is none, and stays."""
+    """Keeps times and PCI bus numbers: they look like an address."""
     return f"{match[1] or ''}<address>" if _is_address(match[2]) else match[0]
 
 

@@ -30,7 +30,7 @@ class Results:
         self._owner = owner
 
     def for_plans(self) -> tuple[Any, list[Tensor], int]:
-        """What prepared calls must know of it; they count what is warm too."""
+        """(heap, buffers, address of the warm bytes), for prepared calls; they count warm bytes too."""
         return self.heap, self.buffers, self.warm_until.buffer_info()[0]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -58,9 +58,9 @@ class Results:
         return buffer[place:end]
 
     def retire(self) -> None:
-        """Give no block out again: a peer that was stopped in a call may write to one that this rank has posted."""
+        """Reuse no block: a peer stopped in a call may still write to a posted one."""
         self.heap.retire()
 
     def give_back(self) -> None:
-        """Give free memory back to the system. What lives keeps its place."""
+        """Give free memory back to the system. Live results keep their place."""
         self.heap.trim(0)

@@ -57,7 +57,7 @@ class HeaderLayout:
 
     @cached_property
     def marks(self) -> int:
-        """marks[slot][src_rank]: the epoch in which src_rank has last written in place."""
+        """marks[slot][src_rank]: the last epoch in which src_rank wrote in place."""
         return _aligned(self.posts + POST_BYTES * self.group_size)
 
     @cached_property
@@ -65,7 +65,7 @@ class HeaderLayout:
         return self.last_words(self.group_size) + self.guard_bytes
 
     def last_words(self, src_rank: int) -> int:
-        """last_words[src_rank]: why a rank that has ended did so, in UTF-8, padded with zeros."""
+        """last_words[src_rank]: why a rank has ended, in UTF-8, padded with zeros."""
         return _aligned(self.marks + 8 * NUM_SLOTS * self.group_size) + LAST_WORDS_BYTES * src_rank
 
     def post(self, src_rank: int) -> int:
@@ -82,7 +82,7 @@ class HeaderLayout:
         return SegmentLayout(self.group_size, NUM_SLOTS, self.tiles_done, self.flags, self.header_bytes)
 
     def segment_bytes(self, slot_bytes: int) -> int:
-        """The size of a segment whose slots hold ``slot_bytes`` beside their guards."""
+        """The size of a segment with slots of ``slot_bytes`` beside their guards."""
         return self.header_bytes + NUM_SLOTS * _aligned(slot_bytes + self.guard_bytes)
 
     def slot(self, epoch: int, slot_bytes: int) -> int:
@@ -109,7 +109,7 @@ def slot_bytes_within(workspace_bytes: int, group_size: int, guard_bytes: int = 
 
 
 class ErrorRecord:
-    """What the first failing wait saw: host-visible memory that kernels can write."""
+    """The first failed wait: host-visible memory that kernels can write."""
 
     WORDS = 8
 
@@ -145,7 +145,7 @@ class ErrorRecord:
     def error(
         self, op: str, group_name: str, timeout_s: float, breakers: dict[int, int], last_words: dict[int, str]
     ) -> PeerError:
-        """The record as an exception. ``breakers``: what each rank that gave up had found."""
+        """The record as an exception. ``breakers``: {rank that gave up: cause}."""
         words = self.words.tolist()
         kind, epoch, rank = words[1:4]
         flags = words[self.WORDS : self.WORDS + self.group_size]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import SegmentLayout
 
-_BLOCK = 1024  # of what finish_kernel would make NaN, which has nothing to
+_BLOCK = 1024  # elements a block of finish_kernel's poison; here it has no tensor
 
 
 class Segments(Protocol):

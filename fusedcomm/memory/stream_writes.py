@@ -1,4 +1,4 @@
-"""Words that a CUDA stream writes by itself, in its order, where a kernel would need room on the device.
+"""Words written by a CUDA stream itself, in its order; a kernel would need room on the device.
 
 A matmul that occupies every SM until its end holds up each kernel launched beside it, also one that only sets a flag.
 """
@@ -26,7 +26,7 @@ def available(device: torch.device) -> bool:
 
 
 def write(stream: torch.cuda.Stream, address: int, value: int) -> None:
-    """Write 64 bits to ``address``, of this GPU or a peer, behind what the stream has done before (release)."""
+    """Write 64 bits to ``address``, of this GPU or a peer, behind the stream's earlier work (release)."""
     failed = _write()(stream.cuda_stream, address, value, _DEFAULT)
     if failed:
         raise RuntimeError(f"the CUDA driver must write a word for a stream, but cuStreamWriteValue64 gave {failed}")

@@ -1,4 +1,4 @@
-"""What a group can do on a device type. All ranks vote once on every rank's facts, and so plan alike."""
+"""The abilities of a group on a device type. All ranks vote once on every rank's facts, and so plan alike."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ log = logging.getLogger("fusedcomm")
 
 @dataclass(frozen=True)
 class Topology:
-    """What the group has voted; equal on all ranks. A reason is None if nothing is in the way."""
+    """The outcome of a group's votes; equal on all ranks. A reason is None if nothing is in the way."""
 
     no_workspace: str | None  # why chunked and fused cannot run
     no_fused: str | None  # why fused cannot run even with a workspace
     workspace_bytes: int  # the smallest cap of all ranks
     algorithm: str | None  # FUSEDCOMM_ALGORITHM
-    constants: Constants | None = None  # what `fusedcomm tune` measured; None: the defaults of the device
+    constants: Constants | None = None  # by `fusedcomm tune`; None: the defaults of the device
     check: bool = False  # FUSEDCOMM_CHECK of any rank
     ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
     results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
     plan_bytes: int = 256 << 20  # the smallest FUSEDCOMM_PLAN_BYTES of all ranks
-    backend: str = ""  # what runs the group's own collectives on this device type
-    across: Reach | None = None  # what the group spans, where it has several hosts
+    backend: str = ""  # of the group's own collectives on this device type
+    across: Reach | None = None  # None on a single host
     num_hosts: int = 1
     measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
     backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
 
     def name_of_proof(self, op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
-        """``uneven``: with parts of different sizes, for which algorithms have code of their own."""
+        """``uneven``: with parts of different sizes, separate code in the algorithms."""
         name = f"{op} {algorithm} {str(dtype).removeprefix('torch.')}{' uneven' if uneven else ''}"
         if algorithm == "pipelined" and self.backend_sums:
             return f"{name} with sums of the backend"
@@ -58,8 +58,8 @@ class Topology:
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
     """The group's Topology, by a bounded collective, and this rank's watch over its peers.
 
-    GPUs vote twice: on facts, then on what NVML says of each pair. Ranks that turn out to have no workspace vote on
-    the numbers that such a group has measured.
+    GPUs vote twice: on facts, then on NVML's answer for each pair. Ranks without a workspace vote on the numbers
+    measured by such a group.
     """
     rank, group_size = pg.rank(), pg.size()
     if dist.get_backend(pg) == "fake":
@@ -107,7 +107,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
 
 
 def _must_prove(device: torch.device) -> bool:
-    """Algorithms are proved on GPUs, of which there are many kinds; those of CPUs are what the tests run."""
+    """Algorithms are proved on GPUs, as there are many kinds; on CPUs the tests prove them."""
     return device.type == "cuda" and env.prove()
 
 
@@ -139,7 +139,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def no_native() -> str | None:
-    """Why CPU symmetric memory is not there, or None: then torch has it from here on."""
+    """Why CPU symmetric memory is missing, or None: then it is registered with torch."""
     if native_part.native is None:
         how = "pip install --no-build-isolation with torch and a C++ compiler builds it"
         return f"the native part of fusedcomm cannot be loaded ({native_part.error}); {how}"
@@ -160,7 +160,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
 
 
 def _found(device: torch.device) -> dict[str, Any]:
-    """What this rank finds on its machine. Raises OSError."""
+    """This rank's findings on its machine. Raises OSError."""
     return {
         "host": env.known_host_id(),
         "no_fused": _no_fused(device),
@@ -210,13 +210,13 @@ def _backend(pg: ProcessGroup, device: torch.device) -> str:
 
 
 def _across(hosts: list[str]) -> Reach | None:
-    """The reach of a group whose ranks are on these hosts, if these are several."""
+    """The reach of a group over the ranks' ``hosts``; None on a single host."""
     fewest = min(Counter(hosts).values())
     return None if fewest == len(hosts) else Reach(INTER, len(hosts), len(hosts) - fewest, fewest)
 
 
 def _ranks_per_gpu(uuids: list[str]) -> int:
-    """How many ranks the busiest GPU has. An empty UUID is a CPU."""
+    """Ranks on the busiest GPU. An empty UUID is a CPU."""
     return max(Counter(filter(None, uuids)).values(), default=1)
 
 
@@ -244,7 +244,7 @@ def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
 
 
 def _measured_apart(store: Store, rank: int, group_size: int, device: torch.device, num_hosts: int) -> Constants | None:
-    """What groups without workspace on so many hosts have measured, if all ranks have the same; a collective."""
+    """Numbers measured by groups without workspace on so many hosts, if all ranks have the same; a collective."""
     try:
         constants = tuned.read(device, group_size, num_hosts)
     except OSError:  # without descriptors, say; the peers wait to hear of it

@@ -42,7 +42,7 @@ def cannot_launch(device: torch.device) -> str | None:
         own = _OwnSegment(device)
         signals.signal(own, _FINGERPRINT)
         flag = own.flag(1)
-    except subprocess.CalledProcessError as error:  # what it says is on stderr
+    except subprocess.CalledProcessError as error:  # its message is on stderr
         compiler = Path(str(error.cmd[0])).name
         return f"Triton cannot build its launcher: {compiler} ended with {error.returncode}; it needs Python.h"
     except Exception as error:  # no compiler, no folder for the cache, an old driver: the ranks run unfused together

@@ -1,9 +1,9 @@
 """A collective on a store: every rank learns every rank's facts, or after a bounded time an error names the missing
 ranks.
 
-It needs no working communication between the ranks, only the store, so it can vote on what works and rebuild what
-broke. Posts of an attempt that failed, or of an earlier group with the same name, never count: an agreement is reached
-when every rank has posted that it sees exactly the same attempts of all ranks.
+It needs no working communication between the ranks, only the store, so it can vote on abilities and rebuild after
+failures. Posts of an attempt that failed, or of an earlier group with the same name, never count: an agreement is
+reached when every rank has posted that it sees exactly the same attempts of all ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def agree(
 ) -> list[dict[str, Any]]:
     """Every rank's ``facts`` (JSON), by rank. The keys of ``facts`` are the same on all ranks.
 
-    ``names``: what errors call the ranks, if not 0, 1, ... ``departures``: of the ranks, if they have met before.
+    ``names``: the ranks' numbers in errors, if not 0, 1, ... ``departures``: of the ranks, if they have met before.
     Raises PeerTimeoutError after ``timeout_s``, by default FUSEDCOMM_TIMEOUT_S, or as soon as a rank is known to have
     left, and PeerError if the store has failed or a post is not a vote of this version of fusedcomm.
     """
@@ -80,7 +80,7 @@ def agree(
 
 
 class _Vote:
-    """One rank's part in a vote: the latest post of every rank, and what goes wrong, within a bounded time."""
+    """One rank's part in a vote: the latest post of every rank, and its errors, within a bounded time."""
 
     def __init__(
         self, store: Store, rank: int, names: Sequence[int], what: str, timeout_s: float | None = None
@@ -127,7 +127,7 @@ class _Vote:
             pause = min(2 * pause, MAX_PAUSE_S)
 
     def departed(self, ranks: list[int], departures: Departures | None) -> dict[int, str]:
-        """Those of the ranks that have left for good, and why."""
+        """{rank: reason} of ranks that have left for good."""
         return {} if departures is None else self._bounded(lambda: departures.last_words(ranks))
 
     def still_waits(self, missing: list[int], departed: dict[int, str]) -> None:
@@ -162,9 +162,7 @@ class _Vote:
         return post
 
     def _bounded(self, call: Callable[[], T]) -> T:
-        """Run ``call`` on a thread of its own: while the store's host cannot be reached, it blocks as long as TCP
-        tries.
-        """
+        """Run ``call`` on a thread of its own: without the store's host it blocks as long as TCP tries."""
         result = on_thread.start(call, STORE_THREAD)
         try:
             return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)

@@ -5,7 +5,7 @@
     read    all its reads of epoch e come before its last signal of epoch e + 1
 
 Epoch e uses slot e % 2. A rank writes epoch e + 2 only when it has every peer's signal of e + 1, which each peer sends
-after its reads of e. So nobody overwrites what is not read yet, without credits, resets or a barrier.
+after its reads of e. So nobody overwrites unread data, without credits, resets or a barrier.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Workspace(CallMemory):
             canaries.paint(segment, layout)
 
     def for_plans(self) -> tuple[Any, ...]:
-        """What prepared calls must know of it; they count its rounds too."""
+        """Segments, header offsets, counters and heap, for prepared calls; they count its rounds too."""
         layout, results = self.layout, self.results
         offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
         heap = (None, [], 0) if results is None else results.for_plans()
@@ -134,7 +134,7 @@ class Workspace(CallMemory):
         words[self.layout.record // 8] = self.record.words.data_ptr()
 
     def share_gpu(self, num_ranks: int) -> None:
-        """Leave room for the kernels of the other ranks on this GPU. All wait at the same time for what all send."""
+        """Leave room for the other ranks' kernels on this GPU: each waits for the others' sends, so all run at once."""
         self.num_sms = max(1, self.num_sms // num_ranks)
         self.shares_gpu = num_ranks > 1
 
@@ -163,7 +163,7 @@ class Workspace(CallMemory):
         )
 
     def streams(self) -> list[torch.cuda.Stream]:
-        """The streams of its own, SENDS and READS of `fusedcomm.plan.schedule.Stream`; none on a CPU."""
+        """The workspace's streams, SENDS and READS of `fusedcomm.plan.schedule.Stream`; none on a CPU."""
         return [] if self.device.type == "cpu" else [self.side_stream(), self.reading_stream()]
 
     def slot_start(self, epoch: int) -> int:
@@ -211,7 +211,7 @@ class Workspace(CallMemory):
             self.posted_result = None
 
     def check(self, op: str) -> None:
-        """Raise what a wait of this rank has found, on the host or in a kernel, or what its guard bytes show."""
+        """Raise the error of a wait of this rank, on the host or in a kernel, or the damage to its guard bytes."""
         if self.error is None and self.record.filled:
             failed = self.ops.get(self.record.fingerprint, op)
             breakers = self.breakers(self.record.epoch)
@@ -234,20 +234,20 @@ class Workspace(CallMemory):
             self.buffers[self.rank][self.layout.claim : self.layout.claim + 8].zero_()
 
     def enter(self, op: str, fingerprint: int) -> None:
-        """Raise if a peer has given up on the workspace, which is then dead for all; to be called before each call."""
+        """Raise if a peer has given up on the workspace: it is then dead for all. Comes before each call."""
         if os.getpid() != self.pid:
             raise RuntimeError(f"{op}: this process was forked from rank {self.rank} and is no rank of the group")
         self.ops[fingerprint] = op
         self.check_peers(op, fingerprint, self.epoch + 1)
 
     def check_peers(self, op: str, fingerprint: int, epoch: int) -> None:
-        """Raise what peers found by round ``epoch``. A peer that failed in a later round has completed this one."""
+        """Raise peers' errors by round ``epoch``. A peer that failed in a later round has completed this one."""
         self.check(op)
         if self.device.type == "cpu" and self.breakers(epoch):
             self.fail(op, epoch, fingerprint, waited=False)
 
     def breakers(self, epoch: int) -> dict[int, int]:
-        """The ranks that gave up on this workspace by round ``epoch``, and what they found. Costs a copy on CUDA."""
+        """{rank that gave up on this workspace by round ``epoch``: cause}. Costs a copy on CUDA."""
         start = self.layout.broken
         words = self.segment[start : start + 8 * self.group_size].view(torch.int64).tolist()
         return {src: word & 0xFF for src, word in enumerate(words) if word and word >> 8 <= epoch}
@@ -277,7 +277,7 @@ class Workspace(CallMemory):
 
     @outside_modes()
     def _give_up(self, kind: int, epoch: int) -> None:
-        """Tell all ranks, without the native part, which workspaces on GPUs do not need."""
+        """Tell all ranks, without the native part: workspaces on GPUs need none."""
         self._retire_results()
         for buffer in self.buffers:
             self._break(buffer, kind, epoch)
@@ -293,7 +293,7 @@ class Workspace(CallMemory):
 
     @outside_modes()  # the garbage collector may call this while torch.compile traces
     def leave(self, last_words: str) -> None:
-        """Tell the peers that this rank comes no more. The rounds before stay good: it has sent all that they need.
+        """Tell the peers that this rank comes no more. Earlier rounds stay good: all their data are sent.
 
         Nothing is told where the host does not know which round is the last, nor after a failure. A daemon thread of
         this process may still be in a call, and would take a word in the own header for a peer's.
@@ -317,7 +317,7 @@ class Workspace(CallMemory):
             self._break(self.buffers[dst_rank], ENDED, epoch)
 
     def _signal_broken(self, dst_rank: int, src_rank: int, kind: int, epoch: int) -> None:
-        """Set the word of src_rank (release): whoever acquires it sees what was written before."""
+        """Set the word of src_rank (release): an acquire of it sees all earlier writes."""
         loaded().signal(self.addresses[dst_rank] + self.layout.broken + 8 * src_rank, kind | epoch << 8)
 
     def _last_words(self, src_rank: int) -> str:
@@ -326,7 +326,7 @@ class Workspace(CallMemory):
         return text.rstrip(b"\0").decode(errors="replace")
 
     def launched(self, captured: bool) -> None:
-        """Count a round whose kernels are launched, or captured into a graph. Kernels count the epoch when they run."""
+        """Count a round, launched or captured into a graph. Kernels count the epoch when they run."""
         self.captured |= captured
         self.epoch += not captured
 
@@ -361,11 +361,11 @@ class Workspace(CallMemory):
             self._epoch_word().fill_(self.epoch)
 
     def signal(self, dst_rank: int, epoch: int, fingerprint: int) -> None:
-        """Set the flag (release): whoever acquires it sees what this rank wrote before."""
+        """Set the flag (release): an acquire of it sees all of this rank's earlier writes."""
         loaded().signal(*self.flag(dst_rank, epoch, fingerprint))
 
     def flag(self, dst_rank: int, epoch: int, fingerprint: int) -> tuple[int, int]:
-        """The address of this rank's flag at dst_rank, and what it is set to in a round."""
+        """(address of this rank's flag at dst_rank, its value in round ``epoch``)."""
         self.check_rank(dst_rank)
         return self.addresses[dst_rank] + self.layout.flag(epoch, self.rank), epoch << FINGERPRINT_BITS | fingerprint
 
@@ -388,7 +388,6 @@ class Workspace(CallMemory):
             self.fail(op, epoch, fingerprint)
 
     def _missing(self, epoch: int) -> list[int]:
-        """The ranks that have not signalled this rank in round ``epoch``."""
         base = self.addresses[self.rank]
         flags = [loaded().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
         return [s for s, flag in enumerate(flags) if s != self.rank and flag >> FINGERPRINT_BITS < epoch]
@@ -396,8 +395,8 @@ class Workspace(CallMemory):
     def _must_stop(self, epoch: int) -> bool:
         """Whether a rank has given up by this round.
 
-        For one whose process is gone, this rank writes the word, to all: one that looks only after this rank has given
-        up would take this rank for the cause.
+        If a peer's process is gone, this rank writes the peer's word, to all: a rank that looks only after this one has
+        given up would take this one for the cause.
         """
         if not self.breakers(epoch) and self.departures is not None:
             gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}
@@ -408,7 +407,7 @@ class Workspace(CallMemory):
 
     @outside_modes()
     def fail(self, op: str, epoch: int, fingerprint: int, waited: bool = True) -> None:
-        """Judge what is there, break every rank's workspace, keep the error and raise it.
+        """Find the cause, break every rank's workspace, keep the error and raise it.
 
         ``waited`` is False before any wait; then no peer counts as missing.
 

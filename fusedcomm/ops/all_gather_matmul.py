@@ -1,4 +1,4 @@
-"""fusedcomm::all_gather_matmul: gathered chunks are multiplied as they arrive, by one weight or by several."""
+"""fusedcomm::all_gather_matmul: multiplies gathered chunks as they arrive, by one weight or by several."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def all_gather_matmul(
     Args:
         x: at least 2-D, e.g. [batch, tokens / R, K]; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly the batch dims of the gathered x; of x's dtype and device. Or a list of
-            such, whose N may differ and which share one gather.
+            such, equal but for N; they share one gather.
         gather_dim: a dim of x; negative ones count from the end. If it is the last one, K is R times x's size there,
             and `chunked` and `fused` keep sums in float32 across sources, own data first.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
@@ -69,16 +69,16 @@ def all_gather_matmul(
         save_gathered: whether the gathered x, R times as large as x, is kept for grad w; otherwise the backward gathers
             x again, by a plain collective.
         gather_splits: each rank's size at gather_dim, where they differ; R ints, the same on all ranks.
-        gather_size: their sum, in place of gather_splits, where each rank has what torch.chunk gives it.
+        gather_size: their sum, in place of gather_splits, where ranks have torch.chunk's sizes.
 
     Returns:
         A contiguous tensor [..., N] of the gathered x's leading dims; for a list of w the list of results.
 
     Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dims, in
-    the same order of calls. Autocast casts the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    the same order of calls. Autocast casts the tensors as torch.matmul's. Matmuls accumulate in float32.
 
-    Reverse-mode autograd gives what it gives for the program above: grad x is `matmul_reduce_scatter` of the results'
-    gradients, one for a list of w; grad w and grad bias are this rank's own.
+    Reverse-mode autograd equals that of the program above: grad x is `matmul_reduce_scatter` of the results' gradients,
+    one for a list of w; grad w and grad bias are this rank's own.
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.

@@ -1,4 +1,4 @@
-"""fusedcomm::all_to_all_matmul: an exchange whose chunks are multiplied as they arrive."""
+"""fusedcomm::all_to_all_matmul: an exchange that multiplies chunks as they arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def all_to_all_matmul(
     scatter_splits: Sequence[int] | None = None,
     scatter_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """Exchange x between the ranks and multiply what arrives by w, overlapped. It equals, for R ranks::
+    """Exchange x between the ranks and multiply it by w while it arrives. It equals, for R ranks::
 
         blocks = x.chunk(R, scatter_dim)                    # block p goes to rank p
         exchanged = torch.cat(received_blocks, gather_dim)  # in rank order
@@ -48,19 +48,19 @@ def all_to_all_matmul(
         save_exchanged: whether the exchanged x, as large as x, is kept for grad w; otherwise the backward exchanges x
             again, by a plain collective.
         gather_splits: each rank's size at gather_dim, where they differ; R ints, the same on all ranks.
-        gather_size: their sum, in place of gather_splits, where each rank has what torch.chunk gives it.
+        gather_size: their sum, in place of gather_splits, where ranks have torch.chunk's sizes.
         scatter_splits: the size at scatter_dim that each rank gets, R ints that add up to it, the same on all ranks.
-        scatter_ranges: in place of scatter_splits (start, length) of what each rank gets. They may overlap: derivatives
-            by one element are then added in rank order. See `replica_ranges`.
+        scatter_ranges: in place of scatter_splits each rank's (start, length). They may overlap: derivatives by one
+            element are then added in rank order. See `replica_ranges`.
 
     Returns:
         A contiguous tensor of the exchanged x's shape, with [N] in place of the dims that make up K.
 
     Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dims, in
-    the same order of calls. Autocast casts the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    the same order of calls. Autocast casts the tensors as torch.matmul's. Matmuls accumulate in float32.
 
-    Reverse-mode autograd gives what it gives for the program above: grad x is `matmul_all_to_all` of the result's
-    gradient; grad w and grad bias are this rank's own.
+    Reverse-mode autograd equals that of the program above: grad x is `matmul_all_to_all` of the result's gradient; grad
+    w and grad bias are this rank's own.
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
@@ -109,7 +109,7 @@ def backward(ctx: Any, needs: PerTensor, grad: Tensor | None, grad_exchanged: Te
     gather_dim, scatter_dim = ctx.dims
     num_columns = len(ctx.columns)
     back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
-    joined = grad_w = grad_bias = None  # joined: the gradients of what ranks have got, one after the other
+    joined = grad_w = grad_bias = None  # joined: the gradients by the ranks' received parts, one after the other
     if grad is not None:
         if needs.x and ctx.tells_k:
             joined = torch.ops.fusedcomm.matmul_all_to_all(

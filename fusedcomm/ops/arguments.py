@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusedcomm.memory.group import resolve
 from fusedcomm.ops.call_check import tell_peers
 
-LISTS = (list, tuple, nn.ParameterList)  # what a list of tensors may be
+LISTS = (list, tuple, nn.ParameterList)  # types of lists of tensors
 
 
 def check_types(
@@ -32,10 +32,9 @@ def check_types(
     out_shape: Any = None,
     partial_bias: Any = None,
 ) -> None:
-    """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others what their names say.
+    """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types.
 
-    ``lists``: w and bias may be lists of these. ``op``: the op whose peers on ``group`` hear of the error, if they
-    compare calls.
+    ``lists``: w and bias may be lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
     """
     try:
         check_tensor("x", x)
@@ -59,7 +58,7 @@ def check_types(
 
 
 def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any, scatter_ranges: Any) -> None:
-    """Raise TypeError unless each is None or what its name says."""
+    """Raise TypeError unless each is None or of the schema's type."""
     if gather_splits is not None:
         _check_sizes("gather_splits", gather_splits)
     if gather_size is not None:
@@ -71,7 +70,7 @@ def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any, scat
 
 
 def check_tensor(name: str, t: Any) -> None:
-    """Raise TypeError unless t is a dense tensor with no other inside, or stands for one as torch functions see it."""
+    """Raise TypeError unless t is a dense, plain tensor, or stands for one in torch functions."""
     kind = type(t)
     if kind is not Tensor and kind is not nn.Parameter:  # most calls ask no further
         if not hasattr(kind, "__torch_function__"):
@@ -87,7 +86,7 @@ def check_tensor(name: str, t: Any) -> None:
 
 
 def reduce_op_name(reduce_op: Any) -> str:
-    """``"sum"`` for ReduceOp.SUM, ``"avg"`` for ReduceOp.AVG. Raises TypeError for what names no reduction."""
+    """``"sum"`` for ReduceOp.SUM, ``"avg"`` for AVG, else its text. Raises TypeError for other types."""
     if isinstance(reduce_op, str):
         return reduce_op
     if not isinstance(reduce_op, dist.ReduceOp):
@@ -120,6 +119,6 @@ def _check_ranges(name: str, ranges: Any) -> None:
 
 
 def _short(value: Any) -> str:
-    """A number, a text or None as it is, and of anything else the type: an array's text is long."""
+    """repr of a number, a text or None; else the name of the type, as an array's text is long."""
     text = repr(value) if value is None or isinstance(value, (str, int, float)) else type(value).__name__
     return text if len(text) <= 40 else f"{text[:40]}..."

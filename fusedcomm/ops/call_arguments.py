@@ -11,7 +11,7 @@ from fusedcomm.plan.geometry.cut import EVEN, Splits
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call. The names are those of the schemas; an op without an argument leaves its default."""
+    """The arguments of a call. Named as in the schemas; an op without an argument leaves its default."""
 
     x: Tensor
     ws: Sequence[Tensor]  # one, but in all_gather_matmul
@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
 
     @property
     def shapes(self) -> tuple[Sequence[int], Sequence[int]]:
-        """The gradients of x and w, as the other ranks are to have them."""
+        """Shapes of x and w as the other ranks see them, with their K."""
         if self.k is None:
             return self.x.shape, self.w.shape
         return (*self.x.shape[:-1], self.k), (self.k, self.n)

@@ -1,5 +1,5 @@
-"""FUSEDCOMM_CHECK=1: before a call all ranks compare it, whatever its algorithm. Where it differs, nothing is sent and
-all ranks raise the same error.
+"""FUSEDCOMM_CHECK=1: before a call all ranks compare it, for every algorithm. Where it differs, nothing is sent and all
+ranks raise the same error.
 
 The check is stricter than the ops: a bias and a by-product must be asked for by all ranks or by none, and chunked may
 not meet fused. Strides may differ. It costs some milliseconds, as the ranks meet at the store of the process group.
@@ -48,7 +48,7 @@ def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, *, bias:
 
 
 def tell_peers(op: str, group_name: str, x: Tensor, error: Exception) -> None:
-    """With FUSEDCOMM_CHECK, peers hear in `same_call` of the error that this rank has found its input to be."""
+    """With FUSEDCOMM_CHECK, report the error of this rank's arguments to the peers' `same_call`."""
     if is_traced(x) or group.find(group_name).size() == 1:
         return
     if (ours := member(group_name, x.device)).topology.check:
@@ -63,7 +63,7 @@ def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, An
 
 
 def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
-    """The call as JSON. The fields that explain most of a difference come first."""
+    """The call as JSON. The most telling fields come first."""
     is_even = record.exchange is None or record.exchange.cut is None
     return {
         "op": record.op,
@@ -90,7 +90,7 @@ def same_arguments(
 ) -> Iterator[None]:
     """All ranks come here with equal arguments, or all raise. In its block a rank checks its own.
 
-    ``vote`` returns every rank's call, by rank; ``names``: what errors call the ranks, if not 0, 1, ...
+    ``vote`` returns every rank's call, by rank; ``names``: the ranks' numbers in errors, if not 0, 1, ...
     """
     wrong: Exception | None = None
     try:
@@ -110,7 +110,7 @@ def same_arguments(
 
 @contextmanager
 def same_collective(op: str, group_name: str, t: Tensor, **arguments: Any) -> Iterator[None]:
-    """With FUSEDCOMM_CHECK, `same_arguments` of the group's ranks, else nothing. ``t``: what is sent.
+    """With FUSEDCOMM_CHECK, `same_arguments` of the group's ranks, else nothing. ``t``: the payload.
 
     Code that is traced is not checked.
     """
@@ -131,7 +131,7 @@ def compare(
     calls_by_rank: list[dict[str, Any]], rank: int, op: str, where: str, names: Sequence[int] | None = None
 ) -> None:
     """Raise for the first field that differs, with the same text on all ranks."""
-    for field in max(calls_by_rank, key=len):  # where op is equal, only calls whose parts differ in size have more
+    for field in max(calls_by_rank, key=len):  # where op is equal, only calls of uneven parts have more
         values = [call.get(field) for call in calls_by_rank]
         others = [r for r, value in enumerate(values) if value != values[rank]]
         if others:
@@ -156,7 +156,6 @@ def _shape(leaf: Tensor | None) -> list[int] | None:
 
 
 def _is_there(leaf: Tensor | None) -> bool | None:
-    """Where parts differ in size, so may biases, which each rank has checked."""
     return None if leaf is None else True
 
 

@@ -35,9 +35,7 @@ def prepare(
     record: flight_recorder.Record | None = None,
     key: Hashable = None,
 ) -> tuple[Plan, Member | None]:
-    """The plan of a call, kept under ``key`` or new, and this rank's part in the group. The first call of a group is a
-    collective.
-    """
+    """The plan of a call, kept under ``key`` or new, and this rank's Member. A group's first call is a collective."""
     pg = group.check_size(exchange.group_size, group_name)
     if exchange.cut is not None and exchange.cut.rank != pg.rank():
         raise ValueError(f"rank must be this process' rank in the group, {pg.rank()}, got {exchange.cut.rank}")
@@ -49,7 +47,7 @@ def prepare(
 def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]:
     """Check a call, plan it, meet the other ranks, and run its algorithm. The exchanged x of a gather comes last.
 
-    ``seen`` gets the call, for one that is made again.
+    ``seen`` gets the call, to prepare it.
     """
     exchange, x = spec.exchange_of(args), args.x
     if args.out is not None:
@@ -87,7 +85,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
 def _begin(
     spec: OpSpec, args: Arguments, plan: Plan, ours: Member, record: flight_recorder.Record, kind: Hashable
 ) -> tuple[Plan, CallMemory]:
-    """The collective prologue of a call: compare it, prove its algorithm, allocate. Returns what it runs by, and where.
+    """The collective prologue of a call: compare it, prove its algorithm, allocate. Returns (plan to run, its memory).
 
     A call that fails here has sent nothing, so the next one takes its number.
     """
@@ -131,7 +129,7 @@ def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
 
 
 def _results(spec: OpSpec, args: Arguments, ran: calls.Ran) -> list[Tensor]:
-    """The results in a row. The exchanged x is empty where it was not asked for."""
+    """[*results, exchanged x]; the exchanged x is empty unless asked for."""
     if not spec.gathers or args.return_gathered:
         return ran.returned
     return [*ran.returned, args.x.new_empty(0)]

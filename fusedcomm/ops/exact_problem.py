@@ -1,4 +1,4 @@
-"""Problems whose sums are exact in every dtype and order: all ranks' inputs, and what every rank must get."""
+"""Problems with exact sums in every dtype and order: all ranks' inputs, and every rank's results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ExactProblem:
     """An op, and all ranks' inputs: integers so small that every sum is exact, up to a K of 128 of each rank.
 
     Where more than 16 ranks would add up, each row has zeros in all but 16, so that bfloat16 holds every partial sum.
-    What the group divides is ``size`` times its ranks; the other sizes stay as odd as they are. If ``uneven``, rank r
-    has r more of what is gathered than rank 0, and the last rank gets one less of what is scattered than the others.
+    The size that the group divides is ``size`` times its ranks; the others stay as odd as they are. If ``uneven``, rank
+    r has r more than rank 0 at the gathered dim, and the last rank gets one less than the others at the scattered dim.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExactProblem:
         return self.program.program(xs, ws, biases)
 
     def integers(self, shape: tuple[int, ...], which: int, rank: int) -> Tensor:
-        """From -1 to 1, equal in every process. ``which`` of a rank's tensors they are."""
+        """From -1 to 1, equal in every process. ``which``: the number of the tensor on its rank."""
         generator = torch.Generator().manual_seed(1000 * self.seed + 10 * rank + which)
         return torch.randint(-1, 2, tuple(shape), generator=generator, device="cpu")
 

@@ -1,4 +1,4 @@
-"""What an op would do with given arguments, and why, without running it."""
+"""The plan of a call, and the reason for it, without a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     """Return how ``fusedcomm.<op>(*args, **kwargs)`` would run, and why, without running it.
 
-    The arguments behind op are those of the call. Tensors can be meta tensors (``torch.empty(..., device="meta")``):
-    then the plan is that of the GPU if there is one, else of the CPU. The first call on a group is a collective, as the
-    op's own is.
+    The arguments behind op are the call's. Tensors can be meta tensors (``torch.empty(..., device="meta")``): then the
+    plan is that of the GPU if there is one, else of the CPU. The first call on a group is a collective, as the op's own
+    is.
 
     Args:
         op: the name of one of the five ops.

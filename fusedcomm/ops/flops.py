@@ -1,4 +1,4 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for a call: this rank's multiplications and additions."""
+"""FLOPs of a call for torch.utils.flop_counter.FlopCounterMode: this rank's multiplications and additions."""
 
 from __future__ import annotations
 

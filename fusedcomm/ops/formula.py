@@ -1,8 +1,8 @@
 """The gradients of an op as a node of autograd, in Python or in the native part.
 
-Where calls of a group are prepared, the native part (`kernels/cpu/training_calls.cpp`) makes the node, and asks once
-for a kind of call what is saved. Its backward is in C++ too (`kernels/cpu/gradients.cpp`). `backward` runs for parts of
-several sizes, for second derivatives, and inside a mode that looks at ops.
+Where calls of a group are prepared, the native part (`kernels/cpu/training_calls.cpp`) makes the node, and asks once a
+kind of call for the saved tensors. Its backward is in C++ too (`kernels/cpu/gradients.cpp`). `backward` runs for parts
+of several sizes, for second derivatives, and inside a mode that looks at ops.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Formula:
-    """The gradients of an op, of which each tensor is an argument by itself: x, ws, biases and options in a row."""
+    """The gradients of an op. Its arguments are flat, as autograd needs them: [x, *ws, *biases, *options]."""
 
     spec: OpSpec
 

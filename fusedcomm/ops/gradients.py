@@ -1,4 +1,4 @@
-"""What the backwards of the ops have in common: the gradients that a matmul has by itself."""
+"""Shared by the backwards of the ops: the gradients of a matmul by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fusedcomm.run import reference
 
 
 class WeightLayout(NamedTuple):
-    """How w lies. ``transposed``: as nn.Linear's weight.mT; the gradient must lie likewise, or autograd copies it."""
+    """The layout of w. ``transposed``: as nn.Linear's weight.mT; autograd copies a gradient of another layout."""
 
     batched: bool
     transposed: bool
@@ -33,7 +33,7 @@ def of_bias(grad_y: Tensor) -> Tensor:
 
 
 def same_on_all_ranks(t: Tensor, group: tuple[int, str]) -> Tensor:
-    """t, which is the same on all ranks and of which each makes its part of a result: derivatives by t are added."""
+    """t, replicated, where each rank computes only its part of the result: derivatives are summed over the ranks."""
     return _Same.apply(t, group) if torch.is_grad_enabled() and t.requires_grad else t
 
 

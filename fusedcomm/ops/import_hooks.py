@@ -1,7 +1,7 @@
-"""Tells Inductor and the FLOP counter about the ops as soon as a program imports them: that takes up to a second.
+"""Registers the ops with Inductor and the FLOP counter when a program imports them, as their import takes a second.
 
-Neither asks anybody for lowerings or formulas, and a graph can be compiled without `fusedcomm.compile`. So the ops' are
-registered when the table that they go into is imported.
+Neither asks anybody for lowerings or formulas, and a graph can be compiled without `fusedcomm.compile`. So the import
+of their tables is hooked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def _register(table: str) -> None:
-    """If the module that fills the table imports it itself, it is half imported now, and registers at its own end."""
+    """If the table's module is importing itself, it is half imported now, and registers at its end."""
     try:
         importlib.import_module(TABLES[table])
     except Exception as error:  # a program without these ops must still run
@@ -38,7 +38,7 @@ def _register(table: str) -> None:
 
 
 class _AfterTable:
-    """A finder that finds the table where it is. It is removed once the table is imported."""
+    """A finder that registers the ops behind the import of their table, and then removes itself."""
 
     def __init__(self, table: str) -> None:
         self.table = table

@@ -13,7 +13,7 @@ lib = torch.library.Library("fusedcomm", "DEF")
 
 
 def refuse_tangents(op: str, *args: Any) -> None:
-    """Without a rule for them torch would drop the tangents where no input requires grad."""
+    """Without a rule torch would drop tangents where no input requires grad."""
     if forward_ad._current_level >= 0:
         tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, Tensor)]
         if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -25,7 +25,7 @@ def refuse_transforms(op: str, *args: Any, **kwargs: Any) -> None:
 
 
 def refuse_outside_ops(layer: str, *tensors: Tensor | None) -> None:
-    """Refuse the calls that the ops refuse, in a layer whose forward calls none."""
+    """Refuse, in a layer without ops in its forward, the calls that the ops refuse."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         refuse_transforms(layer)
     refuse_tangents(layer, *tensors)

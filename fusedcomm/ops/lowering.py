@@ -1,4 +1,4 @@
-"""How Inductor lowers the fused ops: as collectives, which it keeps in the order of the program among all others.
+"""Inductor's lowerings of the fused ops: as collectives, kept in program order among all others.
 
 Importing this module registers the lowerings, and imports Inductor, which takes a second.
 """

@@ -1,4 +1,4 @@
-"""fusedcomm::matmul_all_reduce: a reduce_scatter of the matmul's result and a gather of what each rank has added."""
+"""fusedcomm::matmul_all_reduce: a reduce_scatter of the matmul's result and a gather of the reduced blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def matmul_all_reduce(
     `pipelined` with FUSEDCOMM_BACKEND_SUMS=1, leave the sums to the backend.
 
     Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
-    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    the tensors as torch.matmul's. Matmuls accumulate in float32.
 
     Reverse-mode autograd communicates nothing: the result's gradient g is taken to be the same on all ranks, as in
     tensor parallelism, so that grad x is ``g @ w.mT``, grad w ``x.mT @ g`` and grad partial_bias g's sum over rows, all
@@ -79,8 +79,8 @@ def matmul_all_reduce(
 
 
 def all_reduce_as(x: Tensor, w: Tensor | None, k: int, group: Group) -> Tensor:
-    """``matmul_all_reduce(x, w, group)``, or of x itself where w is None, which meets other ranks' with the same k,
-    whatever their own K. It has no gradient.
+    """``matmul_all_reduce(x, w, group)``, or of x itself if w is None. It meets calls with the same k, at any K of
+    their own. It has no gradient.
     """
     return torch.ops.fusedcomm.matmul_all_reduce.agreed(x, w, None, k, *resolve(group))  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""fusedcomm::matmul_all_to_all: a matmul whose result goes to the other ranks chunk by chunk while it is computed."""
+"""fusedcomm::matmul_all_to_all: a matmul that sends its result to the other ranks chunk by chunk as it is computed."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def matmul_all_to_all(
         bias: [N], of x's dtype and device, added before the one rounding from float32.
         out_shape: sizes that view y's last dim, with product N, e.g. [heads, head_dim] or [3, heads, head_dim].
         gather_splits: each rank's size at gather_dim, where they differ; R ints, the same on all ranks.
-        gather_size: their sum, in place of gather_splits, where each rank has what torch.chunk gives it.
+        gather_size: their sum, in place of gather_splits, where ranks have torch.chunk's sizes.
         scatter_splits: the size at scatter_dim that each rank gets, R ints that add up to it, the same on all ranks.
-        scatter_ranges: in place of scatter_splits (start, length) of what each rank gets. They may overlap, as heads of
-            keys that several ranks read: see `replica_ranges`. Derivatives by one element are then added in rank order.
+        scatter_ranges: in place of scatter_splits each rank's (start, length). They may overlap, as heads of keys that
+            several ranks read: see `replica_ranges`. Derivatives by one element are then added in rank order.
 
     Returns:
         A contiguous tensor of y's shape, with all ranks' sizes at gather_dim together and this rank's part at
         scatter_dim: R times and 1 / R of y's own, if all parts are of one size.
 
     Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dims, in
-    the same order of calls. Autocast casts the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    the same order of calls. Autocast casts the tensors as torch.matmul's. Matmuls accumulate in float32.
 
-    Reverse-mode autograd gives what it gives for the program above: grad x is `all_to_all_matmul` of the result's
-    gradient, and the exchanged gradient, its by-product, makes grad w and grad bias, which are this rank's own.
+    Reverse-mode autograd equals that of the program above: grad x is `all_to_all_matmul` of the result's gradient, and
+    the exchanged gradient, its by-product, makes grad w and grad bias, this rank's own.
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.

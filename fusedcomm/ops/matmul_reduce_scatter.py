@@ -40,12 +40,12 @@ def matmul_reduce_scatter(
             behind its last chunk get nothing.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
-        bias: [N], or the size of this rank's part where N is scattered; added to what this rank gets.
+        bias: [N], or the size of this rank's part where N is scattered; added to this rank's block.
         partial_bias: [N], also where N is scattered, or None: this rank's own, added to its product. Ranks may differ
             in it.
         scatter_splits: the size at scatter_dim that each rank gets, R ints that add up to it, the same on all ranks.
-        scatter_ranges: in place of scatter_splits (start, length) of what each rank gets. They may overlap: see
-            `replica_ranges`. Derivatives by one element are then added in rank order.
+        scatter_ranges: in place of scatter_splits each rank's (start, length). They may overlap: see `replica_ranges`.
+            Derivatives by one element are then added in rank order.
 
     Returns:
         A contiguous tensor of y's shape, with this rank's part at scatter_dim: 1 / R of it if all are of one size.
@@ -55,11 +55,11 @@ def matmul_reduce_scatter(
     FUSEDCOMM_BACKEND_SUMS=1, leave the sums to the backend.
 
     Every rank of the group calls it with the same shapes, dtype and dims, in the same order of calls. Autocast casts
-    the tensors as it does those of torch.matmul. Matmuls accumulate in float32.
+    the tensors as torch.matmul's. Matmuls accumulate in float32.
 
-    Reverse-mode autograd gives what it gives for the program above: grad x is `all_gather_matmul` of the result's
-    gradient, and the gathered gradient, its by-product, makes grad w and grad partial_bias. Grad bias is that of this
-    rank's block alone.
+    Reverse-mode autograd equals that of the program above: grad x is `all_gather_matmul` of the result's gradient, and
+    the gathered gradient, its by-product, makes grad w and grad partial_bias. Grad bias is that of this rank's block
+    alone.
 
     Raises:
         ValueError: an argument is not as described here; raised before anything is sent.
@@ -90,8 +90,8 @@ def matmul_reduce_scatter(
 
 
 def reduce_scatter_as(x: Tensor, w: Tensor | None, k: int, scatter_dim: int, group: Group) -> Tensor:
-    """``matmul_reduce_scatter(x, w, scatter_dim, group)``, or of x itself where w is None, which meets other ranks'
-    with the same k, whatever their own K. It has no gradient.
+    """``matmul_reduce_scatter(x, w, scatter_dim, group)``, or of x itself if w is None. It meets calls with the same k,
+    at any K of their own. It has no gradient.
     """
     group_size, group_name = resolve(group)
     divisible = splits.divides(group_size, x.shape if w is None else splits.shape_of_product(x, w), scatter_dim)

@@ -1,11 +1,11 @@
 """Prepared calls: the second call of a kind on CPU tensors is kept with its plan, and from the third on no Python runs.
 
-A kind is what decides how a call runs: op, sizes, strides, dtypes, other arguments, group, and what `force_algorithm`
-says. The native part (`kernels/cpu/prepared_calls.cpp`) has a table of them. Whatever takes long or fails comes back to
-Python, to `Rescue`. A new workspace, `reset` and `close` drop all plans of a group.
+A kind decides how a call runs: op, sizes, strides, dtypes, other arguments, group, and the state of `force_algorithm`.
+The native part (`kernels/cpu/prepared_calls.cpp`) has a table of them. Long waits and failures come back to Python, to
+`Rescue`. A new workspace, `reset` and `close` drop all plans of a group.
 
-The first call is not kept: it may make the group, vote, or grow the workspace, and in a program whose sizes never come
-again all calls are first ones.
+The first call is not kept: it may make the group, vote, or grow the workspace, and where sizes never repeat all calls
+are first ones.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Seen:
         numbers = [next((i for i, each in enumerate(arguments) if each is t), -1) for t in ran.inputs]
         try:
             loaded_plan = load(schedule, workspace, plan.fingerprint, numbers)
-        except Exception as error:  # the call is over, and its peers have what they need
+        except Exception as error:  # the call is over, and its peers need nothing more of it
             log.debug("a call of %s is not prepared: %s", plan.op, error)
             calls.refuse(key)
             return
@@ -72,7 +72,7 @@ class Seen:
 
 
 def _output(result: Any, returned: Sequence[Tensor]) -> int | list[int]:
-    """The index among what the plan returns; -1 for a tensor of shape [0], which no plan has."""
+    """Index into the plan's results; -1 for a tensor of shape [0], never among them. Lists give lists."""
     if isinstance(result, list):
         return [_output(each, returned) for each in result]  # type: ignore[misc]
     same = (
@@ -88,15 +88,15 @@ class Rescue:
     op: str
     fingerprint: int
     workspace: Workspace
-    kernels: Sequence[Any] = ()  # whose functions the plan launches: Triton unloads one with its CompiledKernel
+    kernels: Sequence[Any] = ()  # keeps the launched functions loaded: Triton unloads one with its CompiledKernel
 
     def wait(self, src_rank: int, epoch: int, call_number: int) -> None:
-        """Wait for a signal as long as it may take, or raise what has happened instead."""
+        """Wait for a signal, within the time-out, or raise the group's error."""
         self.workspace.call_number = call_number
         self.workspace.wait(src_rank, epoch, self.op, self.fingerprint)
 
     def check(self, epoch: int) -> None:
-        """Raise what peers have found by round ``epoch``."""
+        """Raise the errors that peers have found by round ``epoch``."""
         self.workspace.check_peers(self.op, self.fingerprint, epoch)
 
     def abandon(self, error: BaseException) -> None:
@@ -105,7 +105,7 @@ class Rescue:
 
     @staticmethod
     def tell(error: BaseException) -> tuple[str, list[int]]:
-        """What the flight recorder keeps of an error."""
+        """(text, peers) of an error, for the flight recorder."""
         return text_of(error), list(getattr(error, "peers", ()))
 
     @staticmethod

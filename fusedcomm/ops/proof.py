@@ -1,13 +1,13 @@
 """Proved before use: a GPU's algorithm runs the calls of a group once it has been right there, on all ranks.
 
 At the first call that is planned so, small exact problems run through the algorithm, with a bias, in several rounds.
-Every rank compares what it gets, bit by bit, with the result of the whole group's program, computed on the host, and
-the ranks vote. An algorithm that was wrong, late or raised on any rank is off for the group, until a reset lets it try
-again: its calls run unfused. Calls whose parts differ in size have a proof of their own.
+Every rank compares its results, bit by bit, with the whole group's program computed on the host, and the ranks vote. An
+algorithm that was wrong, late or raised on any rank is off for the group, until a reset lets it try again: its calls
+run unfused. Calls of uneven parts have a proof of their own.
 
-The proof has a workspace of its own, small and with guard bytes. What fails there breaks nothing of the group's, and
-nothing of the group's grows. It runs on the current stream, which the host then waits for. That of `pipelined` needs no
-workspace: it runs by the group's own collectives, within the group's own time-out.
+The proof has a workspace of its own, small and with guard bytes. A failure there breaks nothing of the group's, and
+nothing of the group's grows. It runs on the current stream, and the host waits for it. `pipelined` needs no workspace:
+it runs by the group's own collectives, within the group's own time-out.
 
 A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
 """
@@ -45,11 +45,11 @@ SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 _MOST_LETTERS = 300
-_WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a rank whose peer has failed is late or broken itself
+_WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
 
 
 def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
-    """Whether nothing is known of the planned algorithm, which needs a proof. It is equal on all ranks.
+    """Whether the planned algorithm still needs a proof; equal on all ranks.
 
     ``uneven``: the parts of the call differ in size.
     """
@@ -60,7 +60,8 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
 
 @outside_modes()
 def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
-    """Prove an algorithm, in all ranks of the group, and keep the outcome. Returns what is wrong, or an empty text.
+    """Prove an algorithm, on all ranks of the group, and keep the outcome. Returns the failure's text, empty if it is
+    right.
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
     """
@@ -85,7 +86,7 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
         raise ours.error.again() from failed
-    except BaseException as left:  # by Ctrl-C: the peers wait in a place to which the next call does not come
+    except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
         text = f"{op} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
         ours.error = PeerError(text, peers=[ours.rank], op=op, epoch=0).until_reset()
         raise
@@ -102,7 +103,7 @@ def _problem(op: str, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactPr
 
 
 def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
-    """The size of a slot with which the problem takes NUM_ROUNDS."""
+    """Slot size for NUM_ROUNDS rounds of the problem."""
     exchange = problem.exchange(0).for_all
     num_rows = math.prod(exchange.block[: exchange.num_lead])
     return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
@@ -111,7 +112,7 @@ def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
 def _try(
     results: Callable[[], list[tuple[ExactProblem, list[Tensor]]]], rank: int, dtype: torch.dtype
 ) -> tuple[int, str]:
-    """Run problems, and say what is wrong on this rank. Nothing that an algorithm does may end the proof."""
+    """Run problems. Returns (cause, failure on this rank or ""). No exception of an algorithm may end the proof."""
     try:
         for problem, result in results():
             for got, must in zip(result, _expected(problem, rank), strict=True):
@@ -186,7 +187,7 @@ def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
 
 
 def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> str:
-    """The first cause of all ranks and where that was; an empty text if all were right."""
+    """The first cause of all ranks, with its rank; an empty text if all were right."""
     key = tuned.key(own.device, own.group_size)
     versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
     where = f"{key['device']} ({', '.join(versions)})"
@@ -199,7 +200,7 @@ def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the advice for a call, which a proof is not."""
+    """Without the advice for a call: a proof is none."""
     return text_of(error).splitlines()[0].partition(f". {RESET_FIRST}")[0][:_MOST_LETTERS]
 
 

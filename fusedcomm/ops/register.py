@@ -111,7 +111,6 @@ def _out_below_autograd(spec: OpSpec, *args: Any, out: Tensor) -> Tensor:
 
 
 def _autocast(spec: OpSpec, device_type: str, *args: Any) -> Any:
-    """The op takes its tensors in autocast's dtype, as torch.matmul does."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type}"))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         return spec.op(*pytree.tree_map(partial(_cast, torch.get_autocast_dtype(device_type.lower())), args))
@@ -124,7 +123,7 @@ def _cast(dtype: torch.dtype, arg: Any) -> Any:
 
 
 def _flat(spec: OpSpec, *args: Any) -> list[Any]:
-    """The results and the gathered x in one list, as Inductor's C++ wrapper has no lists in tuples."""
+    """[*results, gathered x]: Inductor's C++ wrapper has no lists in tuples."""
     outs, gathered = spec.op(*args)
     return [*outs, gathered]
 

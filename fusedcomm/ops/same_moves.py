@@ -1,7 +1,6 @@
-"""A graph that ranks changed together asks again where it was not compiled: loaded from a cache, or for new sizes.
+"""Graphs that ranks changed together are compared again wherever no compilation did so: from a cache, or for new sizes.
 
-What ranks have agreed on is that the collectives that stand for others do so on all ranks, and that ops that get the
-tensors of peers stand for the peers' own.
+Ranks have agreed to move the same collectives: ops now run on peers' tensors, valid only if all ranks run the same ops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How calls say which part of a dim each rank has: in Python, in the schemas, and in the backward's exchange back."""
+"""Each rank's part of a dim, by arguments of a call: in Python, in the schemas, and in the backward's exchange back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def splits_of(
     is_divisible: bool,
     group_name: str,
 ) -> Splits:
-    """What the schemas have for arguments of the Python functions. Raises ValueError and TypeError.
+    """The schemas' arguments for the splits of the Python functions. Raises ValueError and TypeError.
 
     ``is_divisible``: whether R divides the size at scatter_dim.
     """
@@ -80,7 +80,7 @@ def replica_ranges(size: int, group_size: int, replicas: int) -> list[tuple[int,
 
 
 def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
-    """The Splits of the exchange back, of the parts one after the other. ``scattered``: the size at scatter_dim."""
+    """The Splits of the backward's exchange, of consecutive parts. ``scattered``: the size at scatter_dim."""
     sizes, total = splits.scatter_lengths, None
     if sizes is None and splits.rank is not None and not is_divisible(scattered, group_size):
         total = scattered
@@ -112,7 +112,7 @@ def _outer_numel(t: Tensor, *dims: int) -> int:
 
 
 def all_have_several(splits: Splits, group_size: int) -> bool:
-    """Whether each rank is known to have two elements or more of what is gathered."""
+    """Whether each rank is known to have two elements or more at the gathered dim."""
     sizes = splits.gather_splits
     if sizes is None and splits.gather_size is not None:
         sizes = chunk_parts(splits.gather_size, group_size).sizes
@@ -120,15 +120,15 @@ def all_have_several(splits: Splits, group_size: int) -> bool:
 
 
 def adds_back(splits: Splits, scattered: int) -> bool:
-    """Whether an element may have gone to several ranks, or to none: then gradients that come back are added up."""
+    """Whether an element may go to several ranks, or to none: then the backward adds up gradients."""
     starts, sizes = splits.scatter_starts, splits.scatter_lengths
     return starts is not None and sizes is not None and not Parts(tuple(starts), tuple(sizes), scattered).tiles
 
 
 def add_back(joined: Tensor, dim: int, splits: Splits, scattered: int) -> Tensor:
-    """The gradient of what was scattered along ``dim``, from those of all parts one after the other.
+    """The gradient of the scattered tensor along ``dim``, from the gradients of all parts one after the other.
 
-    Those of one element are added in rank order, in float32, and rounded once.
+    Where parts overlap they are added in rank order, in float32, and rounded once.
     """
     assert splits.scatter_starts is not None and splits.scatter_lengths is not None
     shape = list(joined.shape)

@@ -61,7 +61,7 @@ class OpSpec:
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """The names behind x, w and bias, as those of `Arguments` and `Splits`."""
+        """The arguments behind x, w and bias, named as in `Arguments` and `Splits`."""
         return tuple("return_gathered" if name == "return_exchanged" else name for name in (*self.arguments,)[3:])
 
     @property
@@ -73,11 +73,11 @@ class OpSpec:
         return getattr(torch.ops.fusedcomm, self.name).default
 
     def by_name(self, args: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of ``torch.ops.fusedcomm.<op>(*args)``, with those that have defaults."""
+        """The arguments of ``torch.ops.fusedcomm.<op>(*args)``, defaults included."""
         return self.arguments | dict(zip(self.arguments, args, strict=False))
 
     def bind(self, args: Sequence[Any], out: Tensor | None = None) -> Arguments:
-        """``args``: those of the schema; the last ones may be missing."""
+        """``args``: the schema's; the last ones may be missing."""
         x, ws, biases, *options = args
         if not self.takes_lists:
             ws, biases = [ws], [biases]
@@ -120,9 +120,7 @@ class OpSpec:
 
     @property
     def agreed(self) -> OpSpec | None:
-        """The overload ``agreed``, for sums: ranks with the same k understand each other, whatever their own K; without
-        w, x is the product already.
-        """
+        """The overload ``agreed``, for sums: ranks match by k, at any K of their own; without w, x is the product."""
         if "reduce_op" not in self.arguments:
             return None
         schema = self.schema.replace("Tensor w", "Tensor? w").replace("str reduce_op", "int k")

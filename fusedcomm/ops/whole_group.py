@@ -42,8 +42,8 @@ class WholeGroup:
     kind: str  # the collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce"
     cut: str | None  # the size that the group divides: "rows", "k" or "n"
     gathers = False  # the collective comes before the matmul
-    gather_dim: int | None = None  # the dim of which each rank has a part of its own; of x, and of x @ w
-    scatter_dim: int | None = None  # the dim of which each rank gets a part; of x, or of x @ w
+    gather_dim: int | None = None  # each rank has its own part of this dim of x, and of x @ w
+    scatter_dim: int | None = None  # each rank gets a part of this dim of x, or of x @ w
     same_grad_on_all_ranks = False  # and the same bias: the result is one that all ranks have
 
     @property
@@ -54,7 +54,7 @@ class WholeGroup:
         return max(size.batch, 1) * (num_ranks if self.cut == "rows" else 1)
 
     def divisible(self, size: MatmulSize, num_ranks: int) -> MatmulSize:
-        """The size, with what the group or the batch must divide rounded up."""
+        """The size, rounded up to multiples of the group and of the batch."""
         rows = size.rows + -size.rows % self.row_step(size, num_ranks)
         k = size.k + (-size.k % num_ranks if self.cut == "k" else 0)
         n = size.n + (-size.n % num_ranks if self.cut == "n" else 0)

@@ -1,7 +1,7 @@
 """A schedule in the making. An algorithm is a program that runs once, on tensors without memory.
 
-The tensors are on torch's meta device: views of them cost nothing, and each knows its storage and offset, from which
-its Place follows. So algorithms cut operands by torch's own views, and see no address.
+The tensors are on torch's meta device: views of them cost nothing, and storage and offset make a Place. So algorithms
+cut operands by torch's own views, and see no address.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Builder:
     # ---- order between streams; none on CPUs, which have one
 
     def event(self, stream: Stream) -> int:
-        """All that is on the stream so far. Events for which nothing waits leave the schedule in `finish`."""
+        """Everything on the stream so far. `finish` removes events without a wait."""
         if stream not in self._last:
             self._steps.append(Step(Record(self._num_events), stream))
             self._last[stream], self._num_events = self._num_events, self._num_events + 1

@@ -1,4 +1,4 @@
-"""A call worked out: by which algorithm it runs and why, and its schedule, once its memory is there."""
+"""A planned call: its algorithm and why, and its schedule, once its memory is there."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ class Plan:
     Attributes:
         op: the name of the op.
         algorithm: "unfused", "chunked", "fused" or "pipelined".
-        reason: why: a rule that excludes the others, an override, or the estimated times and whose numbers they are
-            from.
+        reason: a rule that excludes the others, an override, or the estimated times and the source of their numbers.
         slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
-        num_rounds: into how many rounds the call is cut, so that each fits a slot, or that the matmul of one hides the
-            next: the pieces of a pipelined call; 0 where it runs unfused.
-        sent_bytes: what this rank sends to the others in a pipelined call, as all ranks do; 0 in others.
-        has_workspace: whether the call is one of an algorithm with symmetric memory, chunked or fused.
-        backend_sums: whether the backend adds what is sent, in its own order and precision.
-        fingerprint: 24 bits that calls of equal wires share; 0 where nothing compares them.
-        exchange: the shapes and spans of what is exchanged.
+        num_rounds: rounds of the call, each small enough for a slot, or hidden behind the matmul of another: the
+            pieces of a pipelined call; 0 where it runs unfused.
+        sent_bytes: bytes that each rank sends to the others in a pipelined call; 0 in others.
+        has_workspace: whether the algorithm needs symmetric memory: chunked or fused.
         schedule: the steps of a call that has run, None of one that has not, or runs unfused. It is this rank's own.
         made_for: the facts of memory and device that the schedule was made for.
         num_bytes: bytes that the plan takes, an estimate.
@@ -40,10 +36,10 @@ class Plan:
     op: str
     algorithm: str
     reason: str
-    slot_bytes: int = 0  # what one round needs
+    slot_bytes: int = 0  # for one round
     num_rounds: int = 0
     sent_bytes: int = 0
-    backend_sums: bool = False
+    backend_sums: bool = False  # whether the backend adds, in its own order and precision
     fingerprint: int = 0
     exchange: Exchange | None = field(default=None, compare=False)
     schedule: Schedule | None = field(default=None, compare=False)

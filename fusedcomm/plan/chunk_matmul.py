@@ -12,9 +12,9 @@ from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
 
 
 class PushedMatmul:
-    """Computes any chunk of ``x @ w + bias`` into a given place. Without w, x is that product already.
+    """Computes any chunk of ``x @ w + bias`` into a given place. Without w, x is the product.
 
-    K is x's own: a call may stand for one whose K was another, as chunks do not depend on it.
+    K is x's own, not the exchange's: chunks do not depend on it.
     """
 
     def __init__(self, s: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
@@ -23,14 +23,14 @@ class PushedMatmul:
         self.bias = bias
         self.y: Tensor | None = self.x if w is None else None
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
-        self.makers: set[int] = set()  # with whose chunks these are multiplied
+        self.makers: set[int] = set()  # dst_ranks: products are computed with their chunks
         self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
         if w is None:
             return
         self.w = s.reshape(w, exchange.num_batches, x.shape[-1], w.shape[-1])
         scattered = None if exchange.cut is None else exchange.cut.scattered
         overlaps = scattered is not None and scattered.overlaps
-        if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply what two have, again and again
+        if exchange.few_rows or overlaps:  # one per chunk would read w, or multiply shared rows, again and again
             self.y = s.temporary((exchange.num_batches, exchange.num_rows, w.shape[-1]), x.dtype)
             with s.lane("matmul"):
                 s.multiply(self.x, self.w, bias, self.y)
@@ -40,7 +40,7 @@ class PushedMatmul:
     def begin(self, spans: RoundSpans, rank: int) -> None:
         """Begin a round of ``rank``, which sends its own chunk last, or first where a peer is late.
 
-        So what is its own too is multiplied here, and other products with the chunk of their first receiver.
+        So a product that it receives too is computed here, others with the chunk of their first receiver.
         """
         for receivers in self.shared:
             at = spans.at(receivers[0])
@@ -81,7 +81,7 @@ class PushedMatmul:
 
 
 class GatheredMatmul:
-    """Multiplies what has arrived by w, into its place in the result."""
+    """Multiplies arrived chunks by w, into their places in the result."""
 
     def __init__(self, s: Builder, out: Tensor, w: Tensor, bias: Tensor | None, exchange: Exchange) -> None:
         self.s = s
@@ -93,7 +93,7 @@ class GatheredMatmul:
     def multiply(
         self, spans: RoundSpans, src_rank: int, chunk: Tensor, gathered: Tensor | None, *, first: bool
     ) -> None:
-        """Add src_rank's part of K to the sums where K is gathered, or compute the rows that come from it."""
+        """Add src_rank's part of K to the sums where K is gathered, or compute its rows."""
         at = spans.at(src_rank)
         if self.adds:
             self.add(at, src_rank, self.part(at, src_rank, chunk, gathered), first)
@@ -132,7 +132,7 @@ class GatheredMatmul:
             self.s.multiply(x[:, :, part], w[:, part], bias, out, adds=not first or part > 0)
 
     def round(self, spans: ChunkSpans, gathered: Tensor) -> None:
-        """Compute the rows of a round whose chunks are all in ``gathered``."""
+        """Compute the rows of a round from ``gathered``, which has all its chunks."""
         x = self._of_round(gathered.view(*self.out.shape[:2], self.w.shape[1]), spans)
         out = self._of_round(self.out, spans)
         self.s.multiply(x, self._batches(self.w, spans), None if self.bias is None else self.bias[0], out)
@@ -144,12 +144,11 @@ class GatheredMatmul:
 
     @staticmethod
     def _batches(t: Tensor, spans: ChunkSpans) -> Tensor:
-        """The batches of a round; where K is gathered, no rank has batches to itself."""
+        """Of a round; where K is gathered, no rank has batches to itself."""
         return _narrow(t, 0, spans.batches)
 
     @classmethod
     def _of_round(cls, t: Tensor, spans: ChunkSpans) -> Tensor:
-        """The batches and rows of a round, in a tensor [B, M, ...]."""
         return _narrow(cls._batches(t, spans), 1, spans.rows)
 
 
@@ -162,24 +161,24 @@ def fills_runs(spans: ChunkSpans, place: Span) -> bool:
 
 
 def fits(spans: RoundSpans, rank: int, dst_rank: int) -> bool:
-    """Whether the matmul of ``rank``, the own one, can write dst_rank's chunk where it ends up."""
+    """Whether the matmul of ``rank``, the own one, can write dst_rank's chunk to its place in the result."""
     place = spans.landing(rank, dst_rank)
     return place.outer == 1 or fills_runs(spans.at(dst_rank), place)
 
 
 def landing(spans: RoundSpans, rank: int, dst_rank: int, result: Tensor) -> Tensor:
-    """Where the own chunk ends up in dst_rank's result: a flat tensor, or its runs."""
+    """The place of the own chunk in dst_rank's result: a flat tensor, or its runs."""
     place = spans.landing(rank, dst_rank).view(result.view(-1), 0, dst_rank)
     return place[0] if place.shape[0] == 1 else place
 
 
 def own_place(spans: RoundSpans, rank: int, out: Tensor | None) -> Tensor | None:
-    """Where in the result the matmul can write the own chunk: a flat tensor, or its runs; None if nowhere."""
+    """The place of the own chunk in the result, flat or as runs; None if the matmul cannot write there."""
     return None if out is None or not fits(spans, rank, rank) else landing(spans, rank, rank, out)
 
 
 def _narrow(t: Tensor, dim: int, span: Span) -> Tensor:
-    """The consecutive indices of a Span; a Span of none, as of a rank without rows, may begin anywhere."""
+    """An empty Span, as of a rank without rows, may begin anywhere."""
     return t.narrow(dim, span.start if span.size else 0, span.size)
 
 

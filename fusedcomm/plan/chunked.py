@@ -1,11 +1,11 @@
 """`chunked`: a chunk is moved while the next one is computed.
 
 A push makes one matmul per peer, the next peer's first and the own chunk last. A gather makes one per source, own data
-first. Both make one matmul for all chunks where rows are few. Where the sums of a gather need float32, it makes one for
-each round, whose chunks come beside the matmul of the round before.
+first. Both make one matmul for all chunks where rows are few. Where the sums of a gather need float32, it makes one per
+round, beside the sends of the next.
 
 On a CPU a matmul writes into the peer's slot, or into the result that the peer has posted. On a GPU it writes staging
-memory, which copy engines send: see `Moves`.
+memory, and copy engines send it: see `Moves`.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def push_reduce_gather(
     out: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
-    has added.
-    """
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     moves = Moves(s, x.dtype)
     out = moves.result(exchange.out_shape, out)

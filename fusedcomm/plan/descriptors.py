@@ -45,7 +45,8 @@ def _view_of(w: Tensor, num_parts: int, whole: bool) -> tuple[tuple[int, ...], t
     """The shape of w's descriptor, and its strides but the last, 1. None if rows overlap, as in an expanded tensor.
 
     Batches lie below one another where no block of K ends early. Otherwise such a block would reach into the next
-    batch, or the next source's part of K. Then these have a dim in front, and behind the end of each lie zeros.
+    batch, or the next source's part of K. Then batches or parts have a dim in front, and loads behind the end of each
+    give zeros.
     """
     num_batches, num_k, num_n = w.shape
     step, row_major = row_step(w), w.stride(2) == 1
@@ -74,8 +75,8 @@ def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int) -> boo
 
 
 def column_shift(w: Tensor, columns: Span) -> int:
-    """The most elements by which the first tile of a run of columns begins before the run, so that TMA loads begin at
-    multiples of 16 bytes. One that begins elsewhere is an illegal instruction, which ends the CUDA context.
+    """Most elements from the start of the first tile of a run back to the multiple of 16 bytes where TMA loads must
+    begin. Elsewhere a load is an illegal instruction, and ends the CUDA context.
     """
     outer_stride = columns.outer_stride if columns.inner < columns.size else 0
     starts = (each * w.itemsize for each in (columns.start, columns.peer_stride, outer_stride))
@@ -87,7 +88,7 @@ def row_step(w: Tensor) -> int:
 
 
 def unit(itemsize: int, *numbers: int) -> int:
-    """The most elements, up to 16 bytes, of which all numbers are multiples; 1 where Triton sees it by itself."""
+    """The largest common divisor of the numbers, up to 16 bytes; 1 where Triton sees it by itself."""
     return 1 if are_multiples_of_16(*numbers) else math.gcd(16 // itemsize, *numbers)
 
 

@@ -1,4 +1,4 @@
-"""Which algorithm the users of this process force, where it can run."""
+"""The algorithm forced by users of this process, where it can run."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ class force_algorithm:  # a function to its users: force_algorithm("fused"), or 
     @staticmethod
     def _set(name: str | None, strict: bool) -> None:
         force_algorithm.current = (name, strict)
-        if native is not None:  # it is part of what prepared calls are found by
+        if native is not None:  # part of the key of prepared calls
             native.set_forced_algorithm(2 * (None, *env.ALGORITHMS).index(name) + strict)

@@ -1,5 +1,5 @@
 """`fused`: persistent Triton kernels. One kernel stores each finished tile into the peer's slot, one waits per source
-in its loop, and one adds what has arrived.
+in its loop, and one adds the arrived chunks.
 
 A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and copies to the peers: by
 copy engines beside it, or by a kernel on all SMs in front of it. An eighth of the SMs would take longer to store to the
@@ -54,9 +54,7 @@ def push_reduce(
 def push_reduce_gather(
     s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
-    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds for each part, as the second sends what the first
-    has added.
-    """
+    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
     if w is None and not s.device.for_capture:
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale)
     x, w = s.contiguous(x), launches.loadable(s, _identity(s, x) if w is None else w)
@@ -73,8 +71,8 @@ def push_reduce_gather(
 
 
 def _identity(s: Builder, x: Tensor) -> Tensor:
-    """Stands for w where x is the product already, and a CUDA graph would fix the slots to which `chunked` copies it.
-    It makes NaN of a row with an inf.
+    """In place of w where x is the product: `chunked` copies it to slots that a CUDA graph would fix. A row with an inf
+    becomes NaN.
     """
     made = s.temporary((x.shape[-1], x.shape[-1]), x.dtype)
     s.update(made, "fill_", 0)
@@ -163,7 +161,7 @@ def copy_engines_send(exchange: Exchange, device: Device, itemsize: int) -> bool
 
 
 def _send(s: Builder, x: Tensor, spans: RoundSpans, own: bool, by_copy: bool) -> int | None:
-    """Send every rank its chunk of x: by copy engines beside the matmuls that follow, except the own chunk.
+    """Send every rank its chunk of x: by copy engines beside later matmuls, except the own chunk.
 
     Returns the event before their first copy to a peer. A kernel that waits on all SMs must come after it: if the
     copies stood in their hardware queue behind another stream's kernel, that would find no room.

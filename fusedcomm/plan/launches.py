@@ -221,7 +221,7 @@ def reduce(
 
 
 def _copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
-    """Where a copy-out runs. It never waits on all SMs: other kernels of ranks that it waits for may need some here."""
+    """The programs of a copy-out. It never waits on all SMs: kernels of ranks that it waits for may need some."""
     if beside or (num_bytes < _LEAST_ALONE and not arrived):
         return "copy-out beside"
     if not arrived:
@@ -249,7 +249,7 @@ def wait_source(s: Builder, src_rank: int) -> None:
 
 
 def wait(s: Builder) -> None:
-    """Wait for all ranks' signals and end a round in which nothing is to be read."""
+    """Wait for all ranks' signals and end a round without reads."""
     _finish(s, None, end_round=True)
 
 
@@ -288,7 +288,7 @@ def _num_programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int
 
 
 def _zeros(s: Builder, x: Tensor, *shape: int) -> Tensor:
-    """The product of matrices without a K: x has no element here."""
+    """The product if K is 0: x has no element here."""
     made = s.temporary(shape, x.dtype)
     numel = math.prod(shape)
     s.multiply(x.as_strided((1, numel, 0), (0, 0, 1)), x.as_strided((1, 0, 1), (0, 1, 1)), None, made.view(1, numel, 1))
@@ -296,7 +296,7 @@ def _zeros(s: Builder, x: Tensor, *shape: int) -> Tensor:
 
 
 def _matrices(s: Builder, w: Tensor) -> Tensor:
-    """w as the kernels take it: [num_batches, K, N], K or N contiguous."""
+    """w as the kernels' [num_batches, K, N], K or N contiguous."""
     w = loadable(s, w)
     return s.reshape(w, w.shape[:-2].numel(), *w.shape[-2:])
 
@@ -308,12 +308,11 @@ def _weights(
 
 
 def _aligned(w: Tensor, *numbers: int) -> bool:
-    """Whether loads by pointer can take 8 bytes: all rows of w, and all of these numbers of elements, are multiples."""
+    """Whether loads by pointer can take 8 bytes: rows of w and these numbers of elements are multiples."""
     return all(number * w.itemsize % 8 == 0 for number in (row_step(w), *numbers))
 
 
 def _loaded_units(w: Tensor, use_tma: bool, *columns: int) -> dict[str, int]:
-    """Units of what is loaded by pointer."""
     if use_tma:
         return {}
     strides = (row_step(w), w.stride(0) if len(w) > 1 else 0)
@@ -352,7 +351,6 @@ def _copies(s: Builder, kernel: str, t: Tensor, span: Span, kind: str, traits: b
 
 
 def _in_whole_blocks(columns: Span, block_k: int, in_runs: int) -> bool:
-    """Whether no block of K ends early."""
     return columns.size == 0 or columns.inner % block_k == 0 or (not in_runs and columns.size % block_k == 0)
 
 
@@ -374,13 +372,13 @@ def _matmul_config(
 
 def _num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:
     """On Hopper and later Triton before 3.7 leaves out the fence that tensor cores need behind copies by pointer
-    (cp.async). With one stage it makes none: data go through registers, whose stores it fences.
+    (cp.async). One stage needs none: data go through registers, and stores from there are fenced.
     """
     unfenced = s.device.has_tma and not use_tma and s.device.triton < (3, 7)
     return 1 if unfenced else config.num_stages
 
 
 def _gather_shape(spans: RoundSpans, num_n: int, count: int, num_parts: int) -> tiles.Shape:
-    """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
+    """Of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
     columns = Span(num_n, 0, max(num_n, 1), 0, 0)
     return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count, num_parts=num_parts)

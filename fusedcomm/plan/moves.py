@@ -3,16 +3,16 @@
 A CPU has one stream. A matmul writes a chunk into the peer's slot, or into the result that the peer has posted. The
 peers come first; where one is late with its post, the own chunk does, and the peers get another look.
 
-A GPU has three streams, which meet by events only, so that a round's copies run beside the matmuls of the next one:
+A GPU has three streams, which meet by events only, so that a round's copies run beside the matmuls of the next:
 
-    MAIN    the matmuls; and the waits before those that read a slot themselves
+    MAIN    the matmuls; and the waits before matmuls that read a slot themselves
     SENDS   copies to the peers by the copy engines, each with its signal behind it
     READS   kernels that wait for peers, read the own slot, and end the round
 
 Failures of waits are found by kernels there, and poison the results with NaN. A round's sends begin when READS has
 ended the round before. So this rank has every peer's signal of that round before it writes to a peer, and all its reads
-of that round come before its signals of this one: two slots are enough. The own signal is the last one, and what ends a
-round waits for it: so none ends before all are sent.
+of that round come before its signals of this one: two slots are enough. The own signal is the last one, and the end of
+a round waits for it: so none ends before all are sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAIN, SENDS, READS = Stream
 
 
 class Arrival(NamedTuple):
-    """A chunk that has come: flat, or as the runs of the result that it is in place in."""
+    """An arrived chunk: flat, or as runs in its place in the result."""
 
     chunk: Tensor
     condition: Condition | None = None
@@ -49,14 +49,14 @@ class Moves:
         self.s, self.dtype, self.rank = s, dtype, s.rank
         self.peers, self.sources = peers_of(s.rank, s.group_size), sources_of(s.rank, s.group_size)
         self.posted: Tensor | None = None  # the result that peers may write, in its memory of this call
-        self.staging: dict[int, Tensor] = {}  # by dst_rank: what a matmul makes and a copy sends, in every round
+        self.staging: dict[int, Tensor] = {}  # by dst_rank: written by a matmul and read by a copy, in every round
         self.copied: dict[int, int] = {}  # by dst_rank: the event after which it may be written again
         self.ended: list[int] = []  # the ends of the last rounds of both slots: then MAIN may write there again
         if s.device.is_gpu:
             s.join(READS, MAIN)  # and SENDS comes after READS in each round
 
     def end(self) -> None:
-        """Work that follows the call comes after all of it."""
+        """Later work waits for the whole call."""
         if self.s.device.is_gpu:
             self.s.join(MAIN, SENDS)
             self.s.join(MAIN, READS)
@@ -199,7 +199,7 @@ class Moves:
                 self.s.add(Wait(src_rank))
 
     def unpack(self, spans: RoundSpans, out: Tensor, own: Tensor | None = None, *, beside: bool) -> None:
-        """Wait for all chunks, copy them to their places, and end the round. ``own``: what was packed, if anything.
+        """Wait for all chunks, copy them to their places, and end the round. ``own``: the packed tensor, if any.
 
         ``beside``: a GPU multiplies another round meanwhile.
         """
@@ -269,12 +269,12 @@ class Moves:
         s.add(EndRound())
 
     def arrived(self) -> None:
-        """The matmuls that follow take what has been unpacked."""
+        """Later matmuls read the unpacked tensor."""
         if self.s.device.is_gpu:
             self.s.join(MAIN, READS)
 
     def finish(self, outs: Sequence[Tensor]) -> None:
-        """End a round whose chunks have been read; ``outs`` hold what was made of them."""
+        """End a round after its chunks have been read; ``outs``: the results computed from them."""
         s = self.s
         if not s.device.is_gpu:
             s.add(EndRound())
@@ -292,10 +292,10 @@ class Moves:
         s.add(EndRound(by_kernel=True))
 
     def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:
-        """The own chunk in dst_rank's slot."""
+        """This rank's chunk in dst_rank's slot."""
         return self.s.chunk(dst_rank, self.rank, spans, self.dtype)
 
 
 def _in_result(spans: RoundSpans, src_rank: int, out: Tensor) -> Tensor:
-    """The place of src_rank's chunk in the result, as runs (outer, inner)."""
+    """The place of src_rank's chunk, as runs (outer, inner)."""
     return spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank)

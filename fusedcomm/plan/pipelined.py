@@ -1,20 +1,21 @@
 """`pipelined`: the matmul in pieces, each beside the group's own collective for the piece before or behind it.
 
-It needs no memory of the peers: what moves the pieces is the backend of the process group, NCCL or gloo. So it runs
-across hosts, and between devices that do not reach each other. A piece has the same rows of every rank's chunk, and all
-ranks cut alike, so that collectives are of equal parts: NCCL has its own all_to_all for these alone. Parts of
-different sizes are padded to the largest, and all to a multiple of 16 bytes, which NCCL moves fastest.
+It needs no memory of the peers: the backend of the process group, NCCL or gloo, moves the pieces. So it runs across
+hosts, and between devices that do not reach each other. A piece has the same rows of every rank's chunk, and all ranks
+cut alike, so that collectives are of equal parts: NCCL has its own all_to_all for these alone. Parts of different sizes
+are padded to the largest, and all to a multiple of 16 bytes, which NCCL moves fastest.
 
 A call is a row of stages that each piece passes, one behind the other:
 
-    push     multiply what goes to the peers, begin its all_to_all, multiply the own chunk  |  place what has come
-    reduce   the same                                                                       |  add it in rank order
-    all_reduce                                 ...  |  add it, begin the all_gather of sums |  place what has come
-    gather   begin the collective of x's piece      |  multiply the own chunk, then what has come
+    push     multiply the peers' chunks, begin their all_to_all, multiply the own chunk  |  place received chunks
+    reduce   the same                                                                    |  add them in rank order
+    all_reduce                             ...  |  add them, begin the all_gather of sums  |  place received sums
+    gather   begin the collective of x's piece  |  multiply the own chunk, then received chunks
 
-While a stage of one piece waits, those of the pieces around it are under way. Sums are added in float32, in rank order,
-and rounded once, as every algorithm does: the backend only moves elements. With FUSEDCOMM_BACKEND_SUMS it adds them, by
-its reduce_scatter, as `unfused` does: where the network itself adds (SHARP), a rank receives a sum, and not R parts.
+While a stage of one piece waits, stages of the pieces around it are under way. Sums are added in float32, in rank
+order, and rounded once, as every algorithm does: the backend only moves elements. With FUSEDCOMM_BACKEND_SUMS it adds
+them, by its reduce_scatter, as `unfused` does: where the network itself adds (SHARP), a rank receives a sum, and not R
+parts.
 """
 
 from __future__ import annotations
@@ -127,9 +128,9 @@ def gather_matmul(
 def _interleave(
     s: Builder, exchange: Exchange, dtype: torch.dtype, num_stages: int, stages: Callable[[Piece], Iterator[None]]
 ) -> None:
-    """Let every piece pass the stages, each stage behind the one before it of the next piece.
+    """Let every piece pass the stages; stage k of a piece comes behind stage k - 1 of the next piece.
 
-    So many pieces are under way as there are stages, and they take turns in the same buffers.
+    As many pieces as stages are under way, and take turns in the same buffers.
     """
     rounds = exchange.pieces(s.num_pieces)
     numels = [aligned_numel(spans.chunk_numel, dtype.itemsize) for spans in rounds]
@@ -144,7 +145,7 @@ def _interleave(
 
 
 class Buffers:
-    """What one piece sends and receives, as far as it does: chunks of at most ``step`` elements."""
+    """Send and receive buffers of one piece, made on first use: chunks of at most ``step`` elements."""
 
     def __init__(self, s: Builder, dtype: torch.dtype, step: int, padded: bool) -> None:
         self.s, self.dtype, self.step, self.padded = s, dtype, step, padded
@@ -154,7 +155,7 @@ class Buffers:
 
     @cached_property
     def to_peers(self) -> Tensor:
-        """A chunk to every rank. Nobody reads the own one, nor what pads the others; NCCL may look there for NaN."""
+        """A chunk to every rank. Nobody reads the own one, nor the padding of others; NCCL may look there for NaN."""
         made = self._made(self.s.group_size)
         self.s.update(made if self.padded else made.narrow(0, self.s.rank * self.step, self.step), "fill_", 0)
         return made
@@ -200,8 +201,8 @@ class Piece:
             self._multiply(matmul, self.rank, own)
 
     def push_sum(self, matmul: PushedMatmul, scale: float) -> None:
-        """Likewise, for ``reduce``. A backend that adds takes the own chunk too, and what is averaged is divided
-        before, as float16 may hold an average but not the sum.
+        """Likewise, for ``reduce``. A backend that adds takes the own chunk too, and averages are divided before, as
+        float16 may hold an average but not the sum.
         """
         if not self.s.backend_sums:
             self.push(matmul)
@@ -236,25 +237,23 @@ class Piece:
             self._begin("all_gather", received, sent)
 
     def wait(self) -> None:
-        """Let what follows take what has come; on a GPU this holds up the stream, and not the host."""
+        """Let later steps read the received buffers; on a GPU this holds up the stream, and not the host."""
         if self.begun is not None:
             with self.s.lane("wait"):
                 self.s.end(self.begun)
 
     def place_own(self, out: Tensor, packed: Tensor | None = None) -> None:
-        """Copy the own chunk to its place in ``out``: what was multiplied, unless it is there, or what was packed."""
+        """Copy the own chunk to its place in ``out``: the product, unless it is there, or the packed one."""
         if packed is not None or not self.own_is_there:
             self._place(out, self.rank, self._own() if packed is None else self.packed(packed, self.rank))
 
     def unpack(self, out: Tensor) -> None:
-        """Copy what has come to its place in ``out``."""
+        """Copy received chunks to their places in ``out``."""
         for src_rank, chunk in self.received():
             self._place(out, src_rank, chunk)
 
     def reduce(self, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        """Add what has come, and the own chunk, in rank order: ``out = sum * scale + bias``; or what the backend has
-        added.
-        """
+        """Add all chunks in rank order: ``out = sum * scale + bias``; or take the backend's sum."""
         parts = [self._own()]
         if not self.s.backend_sums:
             by_rank = {self.rank: self._own(), **dict(self.received())}
@@ -289,14 +288,14 @@ class Piece:
             copy_between(self.s, self.spans.at(src_rank).unpack.view(out.view(-1), 0, src_rank), chunk)
 
     def _begin(self, kind: str, to: Tensor, source: Tensor) -> None:
-        """Begin the collective of this piece, of the first elements of buffers."""
+        """Begin the collective of this piece, on the first elements of the buffers."""
         everyone = self.s.group_size * self.step
         if self.step:
             to = to[: self.step if kind == "reduce_scatter" else everyone]
             self.begun = self.s.begin(kind, to, source[: self.step if kind == "all_gather" else everyone])
 
     def packed(self, packed: Tensor, dst_rank: int) -> Tensor:
-        """dst_rank's part of what is sent as it is, as runs (outer, inner)."""
+        """dst_rank's part of a tensor sent as it is, as runs (outer, inner)."""
         return self.spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank)
 
     def _of(self, sent: Tensor, dst_rank: int) -> Tensor:

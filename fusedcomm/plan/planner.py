@@ -1,6 +1,6 @@
-"""How a call runs. It is decided from what all ranks know, so that all ranks decide alike.
+"""The choice of an algorithm, from facts that all ranks know, and so alike.
 
-Rules say what cannot run, each with its reason:
+Rules exclude algorithms, each with its reason:
 
     one rank                                            unfused     nothing to exchange
     float64                                             unfused     for gradcheck: the kernels add in float32
@@ -16,9 +16,9 @@ Rules say what cannot run, each with its reason:
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
 
-The algorithm that `cost` estimates to be fastest runs, of those that are left; `pipelined` is one where nothing with a
-workspace can run. Its numbers were measured on this machine by `fusedcomm tune` or are default ones; the reason says
-which. A decode size has less than 64 KiB per peer, or cuts rows and has fewer than 128 per rank.
+Of the algorithms left, the fastest by `cost` runs; `pipelined` is one where no algorithm with a workspace can run. Its
+numbers were measured on this machine by `fusedcomm tune` or are default ones; the reason says which. A decode size has
+less than 64 KiB per peer, or cuts rows and has fewer than 128 per rank.
 
 `force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run. Like a capture, they must
 be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused or pipelined.
@@ -52,7 +52,7 @@ class Facts(Protocol):
     """The planner's facts of a group on a device, equal on all ranks: a `Member`, without its memory."""
 
     device: torch.device
-    topology: Any  # what the group has voted
+    topology: Any  # memory.topology.Topology
 
     @property
     def no_workspace(self) -> str | None: ...
@@ -130,7 +130,7 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
 def _proved(
     op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str
 ) -> tuple[str | None, str]:
-    """What the proof of the algorithm has found, if it was wrong, and why the call runs so."""
+    """(failure of the algorithm's proof or None, why the call runs so)."""
     if not member.topology.prove:
         return None, why
     wrong = member.outcomes.get(member.topology.name_of_proof(op, algorithm, dtype, exchange.cut is not None))
@@ -185,7 +185,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> t
 
 @functools.lru_cache(maxsize=1024)
 def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...]) -> tuple[str, str]:
-    """The one of ``usable`` that is estimated to be fastest, and the estimate beside that of the best alternative."""
+    """(the fastest of ``usable`` by estimate, its estimate beside the best alternative's)."""
     estimates = model.estimate(op, exchange, dtype, constants)
     first, second, *_ = sorted(usable, key=lambda name: estimates[name])
     other = "unfused" if first != "unfused" else second
@@ -252,7 +252,7 @@ def _reject_pipelined(member: Facts) -> str | None:
 
 
 def _too_wide(exchange: Exchange) -> str | None:
-    """Why the kernels of fused cannot count what a slot does not bound, or None if they can."""
+    """Why the kernels of fused cannot count sizes that a slot does not bound, or None if they can."""
     sizes = {"K": exchange.k}
     if exchange.gathers:
         sizes["N"] = max(shape[-1] for shape in exchange.out_shapes)
@@ -265,7 +265,7 @@ def _too_wide(exchange: Exchange) -> str | None:
 
 
 def _rounds(exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[int, int]:
-    """Bytes of a slot and number of rounds; rounds are cut only where the workspace cap asks for it."""
+    """(slot bytes, number of rounds): several only where the workspace cap asks for it."""
     peer_bytes = exchange.group_size * dtype.itemsize
     if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:
         return exchange.chunk_numel * peer_bytes, 1

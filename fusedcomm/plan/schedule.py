@@ -1,4 +1,4 @@
-"""A call as data: rounds of steps on streams, whose operands are places in named memory.
+"""A call as data: rounds of steps on streams. Operands are places in named memory.
 
 A schedule holds no tensor, pointer or handle: `Builder` makes one for any rank of any group on any machine. Executors
 (`fusedcomm.run`) bind the bases to memory and run the steps in order; checkers, the simulator and `explain` read them.
@@ -33,7 +33,7 @@ class Stream(IntEnum):
 
 
 class Place(NamedTuple):
-    """A tensor by where it lies. ``number``: of an input, result or temporary, or the rank that owns the memory."""
+    """A tensor by base, offset, shape, strides. ``number``: of an input, result or temporary, or its owner's rank."""
 
     base: Base
     number: int
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 class Test(IntEnum):
-    """A question that a run answers, as its answer differs from run to run."""
+    """A question of a run: its answer differs from run to run."""
 
     __test__ = False  # for pytest
 
@@ -151,9 +151,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel. ``arguments`` as it takes them: Places, `Described`, `Table`, `Fingerprint`, and values that are
-    the same in all runs.
-    """
+    """A Triton kernel. ``arguments``: Places, `Described`, `Table`, `Fingerprint`, and values equal in all runs."""
 
     kernel: str  # module.function in fusedcomm.kernels.triton
     num_programs: int
@@ -175,12 +173,12 @@ class Table(NamedTuple):
 
 
 class Fingerprint(NamedTuple):
-    """The number that tells the call from others, in the flags of its rounds."""
+    """The number of the call in the flags of its rounds."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The event is all that is on the stream so far."""
+    """The event is everything on the stream so far."""
 
     event: int
 

@@ -13,13 +13,13 @@ INTERPRETER = 0  # an "architecture": Triton's interpreter on the CPU
 BLOCK_K = 128  # block_k is this, or a divisor of it, in all tiles that descriptors load
 _MAX_POINTER_N = 128
 _MAX_POINTER_K = 64
-_ELEMENTS_OF_WARP = 2048  # most of a tile whose loads or stores take registers
+_ELEMENTS_OF_WARP = 2048  # most of a tile loaded or stored through registers
 _MAX_ELEMENT_N = 64
 _LINE, _HALF_LINE = 128, 64  # bytes; elements of two bytes
 # An H200's multiprocessor: 900 ns for the 768 lines of a step of 128 x 256 where rows of x and w straddle lines, 606
 # for the 512 of 128 x 128.
 _NS_OF_LINE = 1.18
-_MAX_RUN_WASTE = 1.25  # tiles that stop at the end of a run may compute this many times what is needed
+_MAX_RUN_WASTE = 1.25  # bound on computed / needed elements of tiles that stop at the end of a run
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Rated(NamedTuple):
     rest: int
 
 
-# The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row.
-# Only ratios within a table count. Those of sm_90 are an H200's, the others follow from the peak of the tensor cores.
+# The largest tile comes first. tests/kernels/test_compile_only.py checks registers and shared memory of every row. Only
+# ratios within a table count. sm_90 was measured on an H200, the others follow from the peak of the tensor cores.
 _HALF: dict[int, tuple[Rated, ...]] = {
     80: (  # fits the 99 KiB of sm_86, sm_89 and sm_120 too
         Rated(TileConfig(128, 128, 64, 8, 8, 4, halves=True), 730, 2000),
@@ -181,5 +181,4 @@ def reduce_config(arch: int, group_size: int, has_bias: bool) -> tuple[int, int,
 
 
 def _fitting(size: int, most: int) -> int:
-    """The power of two that covers ``size``, between 16 (the least of a dot) and ``most``."""
     return min(most, max(16, 1 << (size - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""The sum of what ranks have sent."""
+"""The sum of the ranks' chunks."""
 
 from __future__ import annotations
 

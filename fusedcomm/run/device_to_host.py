@@ -17,10 +17,10 @@ T = TypeVar("T")
 class DeviceToHost:
     """Copy a tensor to the host without making the host wait: ``DeviceToHost(t).wait()`` equals ``t.detach().cpu()``.
 
-    On CUDA the copy goes into pinned memory, on the current stream of the source's device, so after all that this
-    stream was given before. What the stream is given later can write to the source, and the source can be freed at
-    once; who writes to it on another stream makes that stream wait for this one. On CPU the copy is made before this
-    returns, and the source can be written to at once.
+    On CUDA the copy goes into pinned memory, on the current stream of the source's device, so after all earlier work of
+    this stream. Its later work can write to the source, and the source can be freed at once; before a write on another
+    stream, make that stream wait for this one. On CPU the copy is made before this returns, and the source can be
+    written to at once.
 
     The result is detached, contiguous and a plain tensor of the source's shape and dtype. A source that is the result
     of a functional collective is waited for first: by the stream on CUDA, by the host on CPU. In code that
@@ -46,7 +46,7 @@ class DeviceToHost:
 
     def __init__(self, source: Tensor, *, blocking: bool = True) -> None:
         self._done: torch.cuda.Event | None = None
-        self._has_event = False  # what compiled code looks at
+        self._has_event = False  # read by compiled code
         if torch.compiler.is_compiling():
             self._host = source.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             return

@@ -12,14 +12,14 @@ from torch import Tensor
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import Described, Fingerprint, Launch, Place, Table
 
-_MOST_KEPT = 4096  # kernels of a workspace; one with more, whose sizes change all the time, begins anew
+_MOST_KEPT = 4096  # kernels of a workspace; with more, as when sizes keep changing, it begins anew
 
 
 def launch(work: Launch, workspace: Workspace, fingerprint: int, tensor: Callable[[Place], Tensor]) -> None:
     """Launch a kernel on the current stream.
 
-    Triton looks at every argument to find the kernel that is compiled for it, which takes longer than all else of a
-    launch. The arguments of one step differ between runs in addresses alone, of one alignment: so it keeps its kernel.
+    Triton finds the compiled kernel by a look at every argument, the longest part of a launch. A step's arguments
+    differ between runs in addresses alone, of one alignment: so it keeps its kernel.
     """
     arguments = [_resolved(each, workspace, fingerprint, tensor) for each in work.arguments]
     kept = workspace.kernels.get(id(work))

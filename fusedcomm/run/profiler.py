@@ -1,10 +1,9 @@
 """The parts of a call as ranges in a profiler's trace, one lane per kind of work; free where nobody profiles.
 
-matmul   a chunk's matmul; in `fused` it includes what the kernel stores to peers or waits for
+matmul   a chunk's matmul; in `fused` with the kernel's stores to peers and its waits
 push     a chunk's copy to a peer, and its signal
 wait     the wait for a peer's signal
-copy     moving what has arrived to its place in the result, or adding it up; in `fused` it includes the wait for it
-"""
+copy     moving an arrived chunk to its place in the result, or adding it up; in `fused` with the wait for it"""
 
 from __future__ import annotations
 

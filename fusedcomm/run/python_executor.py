@@ -139,7 +139,7 @@ class Execution:
                 self._end_round(work.by_kernel)
 
     def returned(self, place: Place) -> Tensor:
-        """The tensor itself where it is returned whole, and not a view of it."""
+        """The tensor itself, not a view, where it is returned whole."""
         base = self._base(place)
         is_whole = (place.offset, place.sizes, place.strides) == (0, tuple(base.shape), base.stride())
         return base if is_whole and base.dtype == place.dtype else self.tensor(place)

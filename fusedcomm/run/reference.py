@@ -37,7 +37,7 @@ def exchange(
     cut: Cut | None = None,
     padded: bool = False,
 ) -> Tensor:
-    """Cut t into R parts along scatter_dim, send part p to rank p, concatenate what arrives along gather_dim."""
+    """Cut t into R parts along scatter_dim, send part p to rank p, concatenate the received parts along gather_dim."""
     gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
     if cut is not None:
         return _uneven_exchange(t, gather_dim, scatter_dim, group_name, cut, padded)
@@ -72,7 +72,7 @@ def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: s
 
 
 def _all_to_all(sent: Sequence[Tensor], receives: list[int], group_name: str) -> list[Tensor]:
-    """What comes from each rank, flat, where it is of these sizes. ``sent``: what each rank gets."""
+    """Each rank's part for this one, flat. ``sent``: by dst_rank; ``receives``: elements by src_rank."""
     flat, sends = torch.cat([part.flatten() for part in sent]), [part.numel() for part in sent]
     return list(_c10d.wait_tensor(_c10d.all_to_all_single(flat, receives, sends, group_name)).split(receives))
 
@@ -158,12 +158,11 @@ def parts(t: Tensor, dim: int, parts: Parts) -> list[Tensor]:
 
 
 def _padded(sent: Sequence[Tensor], step: int) -> Tensor:
-    """The parts one after the other, ``step`` elements each."""
     return torch.cat([pad(part.flatten(), (0, step - part.numel())) for part in sent])
 
 
 def _aligned(numel: int, t: Tensor) -> int:
-    """At least ``numel`` elements, and one, that take a multiple of 16 bytes, as NCCL moves them fastest."""
+    """``numel``, at least 1, rounded up to a multiple of 16 bytes, as NCCL moves them fastest."""
     step = 16 // t.element_size()
     return -(-(numel or 1) // step) * step
 
@@ -177,7 +176,7 @@ def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str) -> T
 
 
 def averaged(part: Tensor, reduce_op: str, group_size: int) -> Tensor:
-    """What this rank adds to the sum. Averages are divided first, as float16 may hold them but not their sum."""
+    """This rank's summand. Averages are divided first, as float16 may hold them but not their sum."""
     return part / group_size if reduce_op == "avg" else part
 
 
@@ -205,12 +204,11 @@ def all_gather_into_tensor(t: Tensor, group_size: int, group_name: str) -> Tenso
 
 
 def _is_gloo(group_name: str) -> bool:
-    """Whether gloo runs the group's collectives of CUDA tensors."""
     pg = c10d._resolve_process_group(cast(c10d.GroupName, group_name))
     return bool(pg._get_backend(torch.device("cuda")).name() == "gloo")
 
 
-_is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch.compiler.assume_constant_result does
+_is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

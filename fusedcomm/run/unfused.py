@@ -50,9 +50,7 @@ def push_reduce_gather(
 def gather_matmul(
     s: CallMemory, exchange: Exchange, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Given], return_gathered: bool
 ) -> list[Tensor]:
-    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and behind them gathered (or exchanged) x if asked
-    for.
-    """
+    """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and then gathered (or exchanged) x if asked for."""
     scatter_dim = exchange.packed[1]
     if scatter_dim is None:
         gathered = reference.all_gather(x, exchange.split_dim, *_collective("all_gather", s, exchange, x))

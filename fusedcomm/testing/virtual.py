@@ -26,10 +26,9 @@ from fusedcomm.run import calls
 class VirtualGroup:
     """Workspaces of R virtual ranks over plain memory. The SMs are divided, so that all ranks' kernels are co-resident.
 
-    On CUDA, what the driver does at a first use (load a kernel, make memory) can wait for the kernels that run. If one
-    of those waits for a rank whose launch comes after, nobody goes on: ``load`` every call before its first ``run``.
-    For the same reason no two ranks' streams may share a hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS to 32 before
-    CUDA starts.
+    On CUDA, the driver's work at a first use (load a kernel, make memory) can wait for running kernels. If one of them
+    waits for a later launch, nobody goes on: ``load`` every call before its first ``run``. For the same reason no two
+    ranks' streams may share a hardware queue: set CUDA_DEVICE_MAX_CONNECTIONS to 32 before CUDA starts.
     """
 
     def __init__(self, group_size: int, slot_bytes: int, device: torch.device | str) -> None:
@@ -84,7 +83,7 @@ class VirtualGroup:
         self._clear()
 
     def check(self, op: str) -> None:
-        """Wait for the device and raise what any rank's waits found."""
+        """Wait for the device and raise the error of any rank's wait."""
         self._synchronize()
         for workspace in self.workspaces:
             workspace.check(op)
@@ -125,7 +124,7 @@ class VirtualGroup:
 def _streams(device: torch.device, rank: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
     """A rank's main, side and reading stream, the same in all groups.
 
-    A rank's waits are launched before the next rank's sends, and hold up what is behind them in their hardware queue.
+    A rank's waits are launched before the next rank's sends, and hold up the work behind them in their hardware queue.
     Nobody can choose a stream's queue, but few streams need few: 3 for each rank, and the one of `beside_kernels`, are
     25 for 8 ranks, of 32.
     """

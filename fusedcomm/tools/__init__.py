@@ -29,7 +29,7 @@ fusedcomm COMMAND --help explains a command, its options and its exit codes."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 1 with a message on stderr (2 for wrong arguments); for `explain` the script's."""
-    # These imports stand here because what they import is not needed to import the package
+    # These imports stand here because the package does not need these modules
     from fusedcomm.launch import world
     from fusedcomm.tools import bench, demo, doctor, explain, postmortem, selftest, tune
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _exit_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that it first ends its ranks, those that are starting too.
+    """SIGTERM ends the command as an exception does, so that it first ends its ranks, also ones that are starting.
 
     Only the main thread may set a handler: a command that runs in another one leaves SIGTERM alone.
     """

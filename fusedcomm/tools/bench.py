@@ -41,11 +41,11 @@ EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wron
 
 @dataclass
 class BenchResults:
-    """What rank 0 has found in all that ran."""
+    """Rank 0's results of the whole run."""
 
     rows: list[OpRow] = field(default_factory=list)
     traces: dict[str, trace.Trace] = field(default_factory=dict)  # by op
-    facts: dict[str, Any] = field(default_factory=dict)  # what only the ranks know
+    facts: dict[str, Any] = field(default_factory=dict)  # known to the ranks alone
 
 
 def add_parser(commands: Any) -> None:
@@ -172,7 +172,7 @@ def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
 
 
 def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, device_type: str) -> int:
-    """What is exchanged where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
+    """Exchanged bytes where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
     world_size = world.world_size_of(args.world_size, device_type)
     bench = PROGRAMS[op]
     size = bench.divisible(size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype), world_size)
@@ -206,7 +206,7 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
         for each in _calls(args, op, dtypes, options):
             found = call(*each) or []
             rows += found
-            results.rows += found  # at once: what follows can fail
+            results.rows += found  # at once: later calls can fail
         if args.trace:
             *_, (_, _, size, dtype, direction, _) = _calls(args, op, dtypes, options)
             traced = call(record_op, op, size, dtype, direction, options)
@@ -220,7 +220,7 @@ def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRan
 
 
 def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Options) -> Iterator[tuple[Any, ...]]:
-    """What every rank calls for each size."""
+    """Every rank's call for each size, (function, *arguments)."""
     for dtype, direction in itertools.product(dtypes, args.direction):
         for size in _sizes(args, op, dtype, options.device_type):
             yield measure_op, op, size, dtype, direction, options
@@ -231,7 +231,6 @@ def _ops(args: argparse.Namespace) -> Sequence[str]:
 
 
 def _k_n(args: argparse.Namespace, op: str) -> tuple[int, int]:
-    """K and N of sizes that are given in bytes."""
     return (args.K or 4096, args.N or 1024) if PROGRAMS[op].gathers else (args.K or 1024, args.N or 4096)
 
 
@@ -296,7 +295,7 @@ def _write(args: argparse.Namespace, options: Options, results: BenchResults) ->
 
 
 def report(what: str, options: Options, results: BenchResults) -> dict[str, Any]:
-    """The JSON: every figure and what it depends on. Times in seconds, bandwidths in GB/s."""
+    """The JSON: every figure and its conditions. Times in seconds, bandwidths in GB/s."""
     settings = {name: value for name, value in vars(options).items() if name != "algorithms"}
     return run_facts() | {
         "what": what,

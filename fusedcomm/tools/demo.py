@@ -27,7 +27,7 @@ CPU = "CPU, one thread a rank"
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What rank 0 reports."""
+    """Rank 0's report."""
 
     problem: str
     world_size: int
@@ -94,7 +94,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
 
 
 def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> DemoProblem:
-    """The demo's sizes: (16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to what memory holds.
+    """The demo's sizes: (16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to fit memory.
 
     They are much smaller on a CPU.
     """
@@ -114,7 +114,7 @@ def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> 
 
 
 def report(result: DemoResult) -> dict[str, Any]:
-    """The JSON: all that the table shows, and what the figures depend on. Times in seconds."""
+    """The JSON: the figures of the table, and their conditions. Times in seconds."""
     facts, times = asdict(result), {name: timing.median for name, timing in result.times.items()}
     del facts["trace"]
     ratios = {

@@ -102,7 +102,7 @@ class DemoData:
 
     @cached_property
     def _oracle(self) -> Tensor:
-        """This rank's result, computed here from all ranks' inputs, so that no communication must be trusted."""
+        """This rank's result, from all ranks' inputs: no communication must be trusted."""
         blocks = []
         for src_rank in range(self.group_size):
             y = self._product(*self._integers(src_rank)).unflatten(-1, self.problem.out_shape)
@@ -117,7 +117,7 @@ class DemoData:
         return fusedcomm.matmul_all_to_all(self.x, self.w, p.gather_dim, p.scatter_dim, out_shape=p.out_shape)
 
     def _unfused(self) -> Tensor:
-        """What a user writes by hand, with a copy to pack and one to unpack, unless dim 0 is gathered."""
+        """A user's own program, with a copy to pack and one to unpack, unless dim 0 is gathered."""
         p, y = self.problem, self._view()
         gather_dim, scatter_dim = p.gather_dim % y.ndim, p.scatter_dim % y.ndim
         blocks = y.unflatten(scatter_dim, (self.group_size, -1)).movedim(scatter_dim, 0)

@@ -1,4 +1,4 @@
-"""``fusedcomm doctor``: what this machine has, what is wrong with it, and which algorithms will be used."""
+"""``fusedcomm doctor``: this machine's versions and GPUs, their faults, and the algorithms that will be used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("doctor", f"--json {problem}", code=2)
     theirs = _ask_torchrun() if world.under_torchrun() else None
     if not world.is_rank_0():
-        return 0  # what rank 0 returns is torchrun's exit code
+        return 0  # rank 0's exit code is torchrun's
     with console.progress(True, STAGES, "looking", "trying") as on_stage:
         found = diagnose(args.quick, theirs, on_stage)
     report = found.as_json() if args.no_redact else redact(found.as_json())

@@ -1,4 +1,4 @@
-"""Whether what is there works: each check in processes of its own, with a deadline. A hang or a crash is a finding."""
+"""Functional checks: each in processes of its own, with a deadline. A hang or a crash is a finding."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class CheckRanks:
         return self.pool.join(limit_s)[0]
 
     def check(self, name: str, advice: str, limit_s: float, fn: Callable[..., str], *args: Any) -> Finding:
-        """``fn`` returns what it has seen to work, or raises."""
+        """``fn`` returns its evidence, or raises."""
         try:
             return Finding("checks", name, OK, self.run(limit_s, fn, *args))
-        except Exception as error:  # whatever happens to a check, the doctor goes on
+        except Exception as error:  # the doctor survives any failure of a check
             return Finding("checks", name, ERROR, brief(error), advice)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def pattern(seed: int) -> Tensor:
 
 
 def _must(condition: bool, text: str) -> None:
-    """Raise unless the condition holds, under PYTHONOPTIMIZE too, where ``assert`` does nothing."""
+    """Like ``assert``, under PYTHONOPTIMIZE too."""
     if not condition:
         raise RuntimeError(text)
 

@@ -1,4 +1,4 @@
-"""One thing that the doctor has found, and what to do about it."""
+"""A finding of the doctor, with its advice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def told_once(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def by_value(values: Mapping[int, object]) -> str:
-    """What each rank has, as ``rank 0: a, ranks 1 to 3: not set``."""
+    """Each rank's value, as ``rank 0: a, ranks 1 to 3: not set``."""
     ranks: dict[object, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault("not set" if value is None else value, []).append(rank)

@@ -1,4 +1,4 @@
-"""The machine's GPUs and the NVLinks between them, as NVML tells it to pynvml, or what a test puts in its place."""
+"""The machine's GPUs and the NVLinks between them, by NVML through pynvml, or by a test's stand-in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding
 
-CAPS = {"nvlink": 2, "write": 1}  # NVML's numbers of what the vote asks too: memory/topology.py
+CAPS = {"nvlink": 2, "write": 1}  # NVML's numbers of the vote's questions: memory/topology.py
 STATUS = ("ok", "chipset not supported", "GPU not supported", "topology not supported", "disabled", "not supported")
 NO_NVLINK = {STATUS[code] for code in (1, 2, 3, 5)}  # where no link is up, these say that there is none
 NO_PERMISSION = 4  # NVML's error for a GPU that this process may not use
@@ -26,12 +26,12 @@ class Gpu:
     uuid: str  # as torch writes it
     mig: bool
     links: int  # NVLinks that are up
-    fabric: str | None  # what is wrong with its NVSwitch fabric
+    fabric: str | None  # a fault of its NVSwitch fabric
 
 
 @dataclass(frozen=True)
 class Pair:
-    """P2P from one GPU to another: "ok", or what NVML says."""
+    """P2P from one GPU to another: "ok", or NVML's status."""
 
     a: int
     b: int
@@ -70,7 +70,7 @@ def survey(nvml: Any = None) -> Machine:
 
 
 def of(machine: Machine, uuids: set[str] | None) -> Machine:
-    """The machine with the GPUs that torch sees alone, or with all where None says that these are not known."""
+    """The machine with torch's GPUs ``uuids`` alone, or with all if they are not known (None)."""
     if uuids is None:
         return machine
     in_parts = bool(uuids - {gpu.uuid for gpu in machine.gpus})  # of a MIG GPU torch sees parts, under ids of their own
@@ -86,7 +86,7 @@ def no_nvlink(machine: Machine) -> bool:
 
 
 def find(machine: Machine) -> list[Finding]:
-    """What is wrong with the machine's GPUs."""
+    """The faults of the machine's GPUs."""
     wrong, count = [], len(machine.gpus)
     if machine.failure is not None and any(map(os.path.exists, DRIVER_TRACES)):
         advice = "run nvidia-smi: driver and libraries must be of one version; in a container pass the utility part"
@@ -134,7 +134,7 @@ def _p2p(nvml: Any, a: Any, b: Any, cap: str) -> str:
 
 
 def _ask(nvml: Any, question: str, *args: Any) -> Any:
-    """The answer, or None where this driver, GPU or pynvml does not know the question."""
+    """The answer, or None if this driver, GPU or pynvml does not know the question."""
     try:
         return getattr(nvml, question)(*args)
     except (nvml.NVMLError, AttributeError):

@@ -1,4 +1,4 @@
-"""This host's versions, limits, cache directory and environment variables, and what is wrong with them."""
+"""This host's versions, limits, cache directory and environment variables, and their faults."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sees_no_gpu(torch_gpus: int, nvml_gpus: int) -> list[Finding]:
 
 
 def find_settings(num_gpus: int) -> list[Finding]:
-    """Faults of environment variables, and of the cache directory, which one of them may name."""
+    """Faults of environment variables, and of the cache directory."""
     found = []
     for name, value in sorted(os.environ.items()):
         bad, level, text = RULES.get(name, (bool, OK, ""))

@@ -1,4 +1,4 @@
-"""What only the ranks of a group know together: whether they differ, and how the planner decides for them."""
+"""Facts that the ranks of a group know only together: differences between them, and the planner's verdicts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding,
 
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 DTYPES = (torch.bfloat16, torch.float32)
-# Rows, K and N, all multiplied by R: those of decoding, of a small and of a large layer.
+# Rows, K and N, all multiplied by R: of decoding, of a small and of a large layer.
 SIZES = ((8, 256, 512), (256, 256, 512), (2048, 512, 1024))
 
 
 @dataclass(frozen=True)
 class AlgorithmVerdict:
-    """What the planner says of one algorithm on one device type."""
+    """The planner's verdict on one algorithm on one device type."""
 
     device: str
     algorithm: str
@@ -40,13 +40,13 @@ class AlgorithmVerdict:
 
 @dataclass(frozen=True)
 class GroupAnswer:
-    """What the ranks of a group answer together. It is equal on all ranks."""
+    """The joint answer of a group's ranks, equal on all of them."""
 
     ranks: list[dict[str, Any]]  # every rank's facts
     verdicts: list[AlgorithmVerdict]
 
     def ranks_by(self, fact: str) -> list[list[int]]:
-        """The ranks with an equal boot id (of a machine), or host (that of ranks which share memory)."""
+        """Ranks by equal boot id (one machine), or host (shared memory)."""
         found: dict[str, list[int]] = {}
         for rank, facts in enumerate(self.ranks):
             found.setdefault(facts[fact], []).append(rank)
@@ -56,7 +56,7 @@ class GroupAnswer:
 def ask(rank: int, device_types: list[str]) -> GroupAnswer:
     """Ask for facts and verdicts, in every rank of WORLD; about GPUs only if each rank has one of its own.
 
-    Raises PeerTimeoutError if a rank does not come, and what a wrong setting raises.
+    Raises PeerTimeoutError if a rank does not come, and the errors of wrong settings.
     """
     world = doctor_checks.world()
     own, bound = _facts("cuda" in device_types), min(env.timeout_s(), ASK_S)
@@ -69,7 +69,7 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
 
 
 def find_differences(group: GroupAnswer) -> list[Finding]:
-    """What should be equal on all ranks, or on those of one host, and is not."""
+    """Facts that should be equal on all ranks, or on the ranks of one host, and are not."""
     found: list[Finding] = []
 
     def compare(name: str, values: dict[int, Any], level: str, text: str, advice: str) -> None:

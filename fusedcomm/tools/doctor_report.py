@@ -1,4 +1,4 @@
-"""The whole of what the doctor finds out, in the order in which it is shown."""
+"""All findings of the doctor, in the order of the report."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DoctorReport:
 
 
 def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Callable[[int], None]) -> DoctorReport:
-    """``theirs`` is what torchrun's ranks said of their own group, or what failed there; None without torchrun.
+    """``theirs``: the answer of torchrun's ranks about their group, or their failure; None without torchrun.
 
     ``quick`` leaves the functional checks out.
     """
@@ -77,11 +77,11 @@ def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Call
 def _look_at_ranks(
     report: DoctorReport, ranks: CheckRanks, device_type: str, limit_s: float, quick: bool, asked: bool
 ) -> None:
-    """Hear what the planner says in these ranks, unless torchrun's were asked, and try what can run."""
+    """Hear the planner's verdicts in these ranks, unless torchrun's were asked, and try the algorithms that can run."""
     if not asked:
         try:
             report.heard(ranks.run(limit_s, doctor_ranks.ask, [device_type]))
-        except Exception as error:  # whatever happens to the ranks, the doctor goes on
+        except Exception as error:  # the doctor survives any failure of the ranks
             report.heard(error)
     if quick:
         return
@@ -103,7 +103,7 @@ def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, asked: bool)
     with closing(CheckRanks(1)) as alone:
         try:
             report.uuids = alone.run(GPU_S, doctor_checks.uuids)
-        except Exception as error:  # whatever happens to the rank, the doctor goes on
+        except Exception as error:  # the doctor survives any failure of the rank
             advice = "python -c 'import torch; torch.cuda.init()' must work first"
             report.findings.append(Finding("checks", "cuda devices", ERROR, doctor_checks.brief(error), advice))
         if report.uuids and num_gpus >= 2 and not quick:
@@ -115,7 +115,7 @@ def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, asked: bool)
 
 
 def _judge(report: DoctorReport, machine: Machine, num_gpus: int) -> None:
-    """This comes at the end, when it is known which GPUs torch sees: the others do not matter."""
+    """Comes at the end, with torch's GPUs known: the others do not matter."""
     seen = {uuid for each in report.groups for rank in each.ranks for uuid in rank["gpus"]} | set(report.uuids)
     hidden = num_gpus == 0 and "CUDA_VISIBLE_DEVICES" in os.environ
     ours = doctor_gpus.of(machine, seen if seen or hidden else None)

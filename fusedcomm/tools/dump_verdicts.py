@@ -1,4 +1,4 @@
-"""The dumps of all ranks, side by side: who is behind, in which op, and who waits for whom. `dumps` writes them."""
+"""The dumps of all ranks, side by side: the ranks behind, their ops, and who waits for whom. `dumps` writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedcomm.memory.flight_recorder import DONE, FAILED
 from fusedcomm.tools.doctor_findings import ranks_text
 
 GroupKey = tuple[str, tuple[int, ...], str]  # name, ranks, device type
-# What follows a rank's last words in errors of waits and of votes, the latter also as they are raised until a reset
+# The text behind a rank's last words in errors of waits and of votes, the latter also as they are raised until a reset
 _BEHIND_LAST_WORDS = r"; rank \d+ has left: | \(rounds seen |\. Call fusedcomm\.reset|\n|$"
 
 
@@ -208,7 +208,7 @@ def _behind(rank: int, came: dict[int, RecordedCall], group: GroupReport, dumps:
 
 
 def _without_dump(local: int, came: dict[int, RecordedCall]) -> str:
-    """What is known of a rank, ``local`` in its group, that has left no dump, from those that waited for it."""
+    """The fate of a rank without a dump, ``local`` in its group, by the errors of ranks that waited for it."""
     for call in came.values():
         if found := re.search(rf"\brank {local} has left: (.*?)(?:{_BEHIND_LAST_WORDS})", call.error or ""):
             return f", and its peers know why: {found[1]}"

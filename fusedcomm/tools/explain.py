@@ -1,4 +1,4 @@
-"""``fusedcomm explain``: a script under the passes of `fusedcomm.compile`, and what became of its collectives."""
+"""``fusedcomm explain``: a script under the passes of `fusedcomm.compile`, and the outcome for its collectives."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _enabled() -> Iterator[list[CompileReport]]:
-    """Inside, every graph that is compiled goes through the passes. Yields what they report."""
+    """Inside, every compiled graph goes through the passes. Yields their reports."""
     # These imports stand here because Inductor takes seconds to import
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
@@ -98,7 +98,7 @@ def _enabled() -> Iterator[list[CompileReport]]:
     import fusedcomm.compile
     from fusedcomm.compile.reports import keep_reports
 
-    # A graph from these caches would not go through the passes. Those of generated code stay on: they save minutes.
+    # A graph from these caches would not go through the passes. Caches of generated code stay on: they save minutes.
     inductor_config.fx_graph_cache = inductor_config.fx_graph_remote_cache = False
     functorch_config.enable_autograd_cache = functorch_config.enable_remote_autograd_cache = False
     reports = keep_reports()
@@ -131,7 +131,6 @@ def _printed(reports: list[CompileReport], json_file: Path | None) -> Iterator[N
 
 
 def _run_script(script: str, args: list[str]) -> None:
-    """Run a script as ``python script.py args...`` does."""
     sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)

@@ -1,4 +1,4 @@
-"""``fusedcomm postmortem``: which rank of a hung or failed run is behind, in which op, waiting for what."""
+"""``fusedcomm postmortem``: the ranks of a hung or failed run that are behind, their ops and their waits."""
 
 from __future__ import annotations
 

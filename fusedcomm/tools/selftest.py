@@ -1,4 +1,4 @@
-"""``fusedcomm selftest``: whether an installed fusedcomm does here what it promises."""
+"""``fusedcomm selftest``: whether an installed fusedcomm keeps its promises on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.tools.selftest_checks import CHECKS, CheckResult, run_check
 
-TIMEOUT_S = 300  # for one check, which ends by itself long before, with what it has found
+TIMEOUT_S = 300  # for one check, which ends by itself long before, with a finding
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     except (RankError, PeerError) as error:  # before the first check: ranks did not start
         return console.fail("selftest", str(error))
     if not world.is_rank_0():
-        return 0  # what rank 0 returns is torchrun's exit code
+        return 0  # rank 0's exit code is torchrun's
     passed = all(result.status != "failed" for result in results)
     report = SelftestReport(world_size, device_type, passed, time.monotonic() - start, results)
     _print(report)
@@ -97,7 +97,7 @@ def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:
 def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
     log = logging.getLogger("fusedcomm")
     level = log.level
-    log.setLevel(logging.ERROR)  # fallbacks are part of what is checked
+    log.setLevel(logging.ERROR)  # fallbacks are part of the checks
     try:
         return run_check(name, world.rank_device(device_type))
     finally:

@@ -1,4 +1,4 @@
-"""What an installed fusedcomm must do on this machine: right values, bounded waits, errors that name ranks, fallbacks.
+"""The promises of an installed fusedcomm: right values, bounded waits, errors that name ranks, fallbacks.
 
 All ranks of WORLD run a check alike, on groups of its own, and vote on its outcome: it has passed on all ranks, or
 failed on all. Nothing here kills a rank, so the ranks can be anybody's.
@@ -43,14 +43,14 @@ class Skipped(Exception):
 
 
 class Wrong(Exception):
-    """What a check has found. It is raised on all ranks: a rank that left alone would leave the others waiting."""
+    """A failed check. It is raised on all ranks: a rank that left alone would leave the others waiting."""
 
 
 @dataclass(frozen=True)
 class SelftestCheck:
     name: str
     proves: str
-    run: Callable[[torch.device], str]  # returns what it has seen; raises what is wrong
+    run: Callable[[torch.device], str]  # returns its evidence; raises on a failure
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run_check(name: str, device: torch.device) -> CheckResult:
         except Exception as error:
             vote = {"status": "failed", "found": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"}
     votes = _meet(_world(), vote | {"at": time.time()}, _vote_s(), name)
-    # The first failure is the cause: what other ranks suffered when a rank left the check came later.
+    # The first failure is the cause: its consequences on other ranks came later.
     failed = [each for each in votes if each["status"] == "failed"]
     worst = min(failed, key=lambda each: each["at"]) if failed else votes[0]
     return CheckResult(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
@@ -135,7 +135,7 @@ class ExactCall(ExactProblem):
         return [y.detach(), *grads]
 
     def expected(self) -> list[Tensor]:
-        """The same tensors by the program of all ranks, in this process and in float64: no communication to trust."""
+        """The same tensors by all ranks' program, in this process and in float64: no communication to trust."""
         xs, ws = ([t.double().requires_grad_() for t in ts] for ts in (self.xs, self.ws))
         outs = self.program.program(xs, ws)
         y = outs[self.rank]
@@ -145,7 +145,7 @@ class ExactCall(ExactProblem):
         return [y.detach(), *torch.autograd.grad(outs, (xs[self.rank], ws[self.rank]), grads)]
 
     def wrong(self, group: ProcessGroup) -> str | None:
-        """What is wrong in a call, or None."""
+        """The first wrong tensor of a call, or None."""
         for what, result, must in zip(("result", "grad x", "grad w"), self.call(group), self.expected(), strict=True):
             if found := difference(result.cpu(), must.to(self.dtype)):
                 return f"{self}: {what}: {found}"
@@ -292,14 +292,14 @@ def _with_workspace(device: torch.device) -> list[str]:
 
 
 def _must_hold(group: ProcessGroup, wrong: str | None, algorithm: str) -> None:
-    """Raises Wrong on all ranks if something is wrong on one."""
+    """Raises Wrong on all ranks if ``wrong`` on one."""
     for rank, each in enumerate(_meet(group, {"wrong": wrong})):
         if each["wrong"]:
             raise Wrong(f"rank {rank}: {algorithm}: {each['wrong']}")
 
 
 def _must_be_right(calls: Sequence[ExactCall], group: ProcessGroup, algorithm: str) -> None:
-    """Make all calls back to back, whatever the first ones give, because the peers make them all."""
+    """Make all calls back to back, even after a wrong one, because the peers make them all."""
     found = [(data.program.op, data.wrong(group)) for data in calls]
     _must_hold(group, next((f"{op}: {wrong}" for op, wrong in found if wrong), None), algorithm)
 
@@ -329,7 +329,7 @@ def _world() -> ProcessGroup:
 def _meet(
     group: ProcessGroup, facts: dict[str, Any], bound_s: float | None = None, check: str = "a check"
 ) -> list[dict[str, Any]]:
-    """All ranks' facts, over the group's store alone, whatever the bound of the group's own waits."""
+    """All ranks' facts, over the group's store alone, apart from the bound of the group's own waits."""
     what = f"fusedcomm selftest, {check}"
     if facts.get("found"):  # an error of the vote must not hide it
         what += f": {facts['found']}"
@@ -338,7 +338,7 @@ def _meet(
 
 
 def _vote_s() -> float:
-    """Longer than a peer can take to come to the vote: it may have begun a wait, and then wait to meet."""
+    """Longer than a peer can take to come to the vote: it may begin a wait, and then wait to meet."""
     return 2 * WAIT_S + SLACK_S
 
 

@@ -1,8 +1,8 @@
 """Kernel arguments that belong together. The host fills these bundles, and device code reads their fields.
 
-Bundles whose parameters are written in capitals are constexprs: they are compiled in. ``rank`` and ``fingerprint`` stay
-out of bundles, because Triton can be told only of whole arguments that it must not specialize on them. The host needs
-this file before any launch, so it does not import Triton.
+Bundles for parameters in capitals are constexprs: they are compiled in. ``rank`` and ``fingerprint`` stay out of
+bundles, because Triton can be told only of whole arguments that it must not specialize on them. The host needs this
+file before any launch, so it does not import Triton.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Span(NamedTuple):
         return self.start + peer * self.peer_stride
 
     def of(self, peer: int) -> Span:
-        """The same indices, as those of any peer."""
+        """One peer's indices, as a Span for any peer."""
         return Span(self.size, self.first(peer), self.inner, self.outer_stride, 0)
 
     def view(self, t: Tensor, dim: int, peer: int) -> Tensor:
@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """Which batches, rows and columns a peer's chunk has (fusedcomm.plan.geometry.exchange.RoundSpans)."""
+    """Batches, rows and columns of a peer's chunk (fusedcomm.plan.geometry.exchange.RoundSpans)."""
 
     batches: Span
     rows: Span
@@ -63,7 +63,7 @@ class Spans(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """What of a result one round adds up: a run of its elements, of which each source has sent a chunk."""
+    """The run of a result's elements summed in one round, from a chunk of each source."""
 
     size: int
     start: int
@@ -107,14 +107,14 @@ class CopyConfig(NamedTuple):
 
 
 class Unpacked(NamedTuple):
-    """TRAITS: what is known of the chunks that are unpacked."""
+    """TRAITS: static facts about the unpacked chunks."""
 
     end_round: bool  # no kernel of this round follows
     own: bool  # this rank's chunk is in the slot too; otherwise it is in its place
 
 
 class Traits(NamedTuple):
-    """TRAITS: what is known of a matmul when it is compiled."""
+    """TRAITS: static facts about a matmul."""
 
     by_tma: bool  # x and w are descriptors, not pointers
     w_transposed: bool  # K is contiguous, not N
@@ -128,14 +128,14 @@ class Traits(NamedTuple):
     end_round: bool = False  # no kernel of this round follows
     one_batch: bool = False
     shift: int = 0  # the first tile of a run of columns begins up to so many before it, at a multiple of shift + 1 in w
-    # What Triton does not see of the numbers that addresses are made of: all are multiples of so many elements.
+    # Addresses are multiples of so many elements: Triton cannot infer it from loaded numbers.
     k_unit: int = 1  # K, and the columns of a gathered chunk
     n_unit: int = 1  # N, and the columns of a pushed chunk
     w_unit: int = 1  # w's strides
 
 
 class Round(NamedTuple):
-    """A round on the device: the ranks' segments [R], this rank's own, and what its flags are made of."""
+    """A round on the device: the ranks' segments [R], this rank's own, and the parts of its flags."""
 
     segments_ptr: Any
     segment: Any
@@ -149,8 +149,8 @@ class Operands(NamedTuple):
 
     x and w are descriptors of [num_batches * M, K] and [num_batches * K, N] ([num_batches * N, K] if w is transposed),
     or pointers; the x of a gather is a descriptor of slots [num_slots, rows, K]. A descriptor of w may have a dim in
-    front for the batches, or for each batch's parts of K, so that what lies beyond K of one is zeros. Where a mask is
-    false, what is loaded can be anything.
+    front for the batches, or for each batch's parts of K, so that elements beyond K of one are zeros. Where a mask is
+    false, loads can be anything.
     """
 
     x: Any

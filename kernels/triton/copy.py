@@ -1,4 +1,4 @@
-"""Copies between a slot and a tensor: what is sent as it is, and what has arrived and is wanted as it is."""
+"""Copies between a slot and a tensor: chunks sent or received as they are."""
 
 import triton
 import triton.language as tl
@@ -104,9 +104,9 @@ def unpack_kernel(
     TILE: tl.constexpr,
     TRAITS: tl.constexpr,  # Unpacked
 ):
-    """out.flatten()[unpack(i, src)] = slot[src][i] for every src_rank: own data first, then in the order of sending.
+    """out.flatten()[unpack(i, src)] = slot[src][i] for every src_rank: own data first, then in order of sends.
 
-    The kernel waits, bounded, for what push_matmul_kernel, pack_kernel or signal_kernel of each src_rank signals. Every
+    The kernel waits, bounded, for the signal of each src_rank's push_matmul_kernel, pack_kernel or signal_kernel. Every
     program waits for every source, even if it has nothing to copy from it (end_round). On failure each program writes
     NaN where it would have written data.
     """

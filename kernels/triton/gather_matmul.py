@@ -1,4 +1,4 @@
-"""Matmul of what every rank has sent, source by source as the chunks arrive."""
+"""Matmul of gathered chunks, source by source as they arrive."""
 
 import triton
 import triton.language as tl
@@ -50,7 +50,7 @@ def _poison(
     TILE: tl.constexpr,
     TRAITS: tl.constexpr,
 ):
-    """NaN in every tile that this program has, or would have, stored."""
+    """Store NaN to all tiles of this program."""
     nan = tl.full((TILE.block_m, TILE.block_n), float("nan"), tl.float32)
     for tile in range(tl.program_id(0), num_all, tl.num_programs(0)):
         src_rank = source_rank(tile // tiles_in_chunk, rank, LAYOUT)
@@ -144,7 +144,7 @@ def gather_matmul_kernel(
     part of K; a tile sums over them in the order of source_rank, the same in every run, and is rounded once. Without
     TRAITS.own the rows of this rank's chunk are in out already.
 
-    The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals; every program waits for
+    The kernel waits, bounded, for the signal of each src_rank's pack_kernel or signal_kernel; every program waits for
     every source (end_round), the own one too. On failure each program writes NaN where it would have written data, and
     to its share of this rank's rows.
 

@@ -13,7 +13,7 @@ def begin_push_kernel(
     rank,
     LAYOUT: tl.constexpr,
 ):
-    """Run before the first copy of a round to a peer: copies cannot tell the peers what a failure means for them."""
+    """Run before the first copy of a round to a peer: copies cannot tell the peers of a failure."""
     next_push(segments_ptr, rank, 0, LAYOUT)
 
 
@@ -26,7 +26,7 @@ def signal_kernel(
     rank,
     LAYOUT: tl.constexpr,
 ):
-    """Signal ``count`` ranks from dst_rank ``first`` on: what the stream wrote before is there."""
+    """Signal ``count`` ranks from dst_rank ``first`` on: the stream's earlier writes are there."""
     epoch = next_round(segments_ptr, rank, fingerprint).epoch
     for step in range(count):
         dst_rank = (first + step) % LAYOUT.group_size
@@ -42,7 +42,7 @@ def wait_source_kernel(
     rank,
     LAYOUT: tl.constexpr,
 ):
-    """Wait, bounded, for what src_rank signals, so that what follows on the stream may read its chunk.
+    """Wait, bounded, for src_rank's signal, so that later work on the stream may read its chunk.
 
     This judges nothing and ends nothing: finish_kernel does, after the reads.
     """
@@ -63,7 +63,7 @@ def finish_kernel(
 ):
     """Set out to NaN if any of it may be wrong. Run after the last read of a slot on this stream.
 
-    The kernel waits, bounded, for what pack_kernel or signal_kernel of each src_rank signals.
+    The kernel waits, bounded, for the signal of each src_rank's pack_kernel or signal_kernel.
     """
     round = next_round(segments_ptr, rank, fingerprint)
     failed = wait_all(round, LAYOUT)

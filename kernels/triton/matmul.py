@@ -9,7 +9,7 @@ from fusedcomm.kernels.triton.primitives import INTERPRET, in_units, rounded, sp
 
 @triton.jit
 def sizes_in_units(sizes, COLUMNS: tl.constexpr, TRAITS: tl.constexpr):
-    """``sizes`` in a form that says what they are multiples of; COLUMNS divides the columns of a chunk."""
+    """``sizes`` as multiples of their units, for the compiler to see; COLUMNS divides the columns of a chunk."""
     M, N, K, w_stride_batch, w_stride_k, w_stride_n, chunk_numel, slot_bytes = sizes
     w_unit: tl.constexpr = TRAITS.w_unit
     return Sizes(
@@ -104,8 +104,8 @@ def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
 def matmul_tile(operands, K, w_stride_k, w_stride_n, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]. Where a mask is false, the result can be anything.
 
-    Descriptors fill what lies beyond K with zeros. Where BLOCK_K does not divide K, w's descriptor has a dim for the
-    batches: if they lay below one another, zeros of x would meet the next one (0 * inf is NaN).
+    Descriptors read zeros beyond K. Where BLOCK_K does not divide K, w's descriptor has a dim for the batches: if they
+    lay below one another, zeros of x would meet the next one (0 * inf is NaN).
     """
     x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
     acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
@@ -135,7 +135,7 @@ def load_x_box(x, rows, k):
 
 @triton.jit
 def row_of_batch(w, batch, sizes, W_TRANSPOSED: tl.constexpr, PARTS: tl.constexpr = 1):
-    """Where a batch begins in w's descriptor: at a row, or at an index in front, in which it has PARTS of K."""
+    """Where a batch begins in w's descriptor: at a row, or at an index in front, PARTS per batch."""
     rows = sizes.N if W_TRANSPOSED else sizes.K
     return (batch * (rows if len(w.block_shape) == 2 else PARTS)).to(tl.int32)
 

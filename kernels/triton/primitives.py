@@ -1,11 +1,10 @@
-"""What every kernel here is made of: signal, bounded wait, failure, tile order, Span maps.
+"""The common parts of all kernels: signal, bounded wait, failure, tile order, Span maps.
 
-Only this file deals with PTX, and only here, once, is it decided what differs between the GPU and the Triton
-interpreter.
+Only this file deals with PTX and with differences between the GPU and the Triton interpreter.
 
-Control flow must be the same in all threads of a program, and two threads that load a word that a
-peer is about to write, or read the clock, may see different values. So whatever decides a branch
-comes from an atomic: one thread executes it and Triton hands its result to the whole block.
+Control flow must be the same in all threads of a program, and two threads that load a word that a peer is about to
+write, or read the clock, may see different values. So the condition of each branch comes from an atomic: one thread
+executes it and Triton hands its result to the whole block.
 """
 
 import time
@@ -61,13 +60,13 @@ def tile_coords(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def in_units(number, UNIT: tl.constexpr):
-    """``number``, a multiple of UNIT, in a form that says so: Triton sees it of an argument that is one of 16 alone."""
+    """``number``, a multiple of UNIT, so that Triton sees it: of arguments it infers only multiples of 16."""
     return number if UNIT == 1 else number // UNIT * UNIT
 
 
 @triton.jit
 def named(spans, UNIT: tl.constexpr):
-    """The host's tuples of numbers as Spans; those of the columns are multiples of UNIT.
+    """The host's tuples of numbers as Spans; the columns' are multiples of UNIT.
 
     Triton 3.6 loses constants in tuples of tuples that are not made anew.
     """
@@ -137,7 +136,7 @@ def flags_of(segment, epoch, LAYOUT: tl.constexpr):
 
 @triton.jit
 def block_barrier():
-    """Barrier of all threads of a program. It orders what they wrote before it for the block.
+    """Barrier of all threads of a program. It orders their earlier writes for the block.
 
     Triton does not pipeline loops that hold a tl.debug_barrier, and a persistent loop must hold
     one. Only kernels without warp specialization may use this: barrier 0 takes all threads.
@@ -150,7 +149,7 @@ def block_barrier():
 
 @triton.jit
 def signal(flag_ptr, value):
-    """Release at system scope: whoever acquires ``value`` sees all that this block wrote before.
+    """Release at system scope: an acquire of ``value`` sees all earlier writes of this block.
 
     The barrier puts the stores of all threads before the release of the one that signals. The kernels here write peers'
     memory with ordinary stores only. A kernel that used TMA stores (the async proxy) would have to complete them first,
@@ -162,12 +161,12 @@ def signal(flag_ptr, value):
 
 @triton.jit
 def fence_generic_writes():
-    """Behind a wait, and before TMA loads: they see what the signal's sender wrote before it.
+    """Behind a wait, and before TMA loads: they see the sender's writes before its signal.
 
     Peers write by ordinary stores and copies (the generic proxy), and TMA loads belong to the async proxy. Their order
     is established only by a proxy fence on the path from the store over the release and the acquire to the load. Here
     every thread executes one behind the barrier that ends `wait`, so the thread that issues a load does. It has no
-    scope: that of the path is the system, by the flag. What TMA reads lies in global memory.
+    scope: the path's is the system, by the flag. TMA reads global memory.
     """
     if not INTERPRET:
         tl.inline_asm_elementwise(
@@ -273,7 +272,7 @@ def fail(round, LAYOUT: tl.constexpr):
         block_barrier()  # whoever learns of the failure finds it on record
         segments = tl.load(segments_ptr + ranks, mask, other=0)
         value = tl.zeros((RANKS,), tl.int64) + (kind.to(tl.int64) | (epoch << KIND_BITS))
-        # acquires too: what is stored after it is seen after all that was stored before
+        # acquires too: later stores are seen after all earlier ones
         tl.atomic_xchg(word(segments, BROKEN) + rank, value, mask=mask, sem="acq_rel", scope="sys")
         block_barrier()
         tl.store(record, tl.cast(RECORD_COMPLETE, tl.int64))
@@ -283,9 +282,9 @@ def fail(round, LAYOUT: tl.constexpr):
 def give_up_earlier(segments_ptr, rank, LAYOUT: tl.constexpr):
     """If this rank has failed by its last round, tell the peers that it has given up on the round before that too.
 
-    Each program tells them for what it stores itself. This rank's own word is never changed here. A concurrent kernel
-    can only write a later round to it, or set a word of round 0, so all threads take the same branch. The exchange
-    acquires, so it has reached the peers before the next store.
+    Each program tells them for its own stores. This rank's own word is never changed here. A concurrent kernel can only
+    write a later round to it, or set a word of round 0, so all threads take the same branch. The exchange acquires, so
+    it has reached the peers before the next store.
     """
     segment = tl.load(segments_ptr + rank)
     own = tl.load(word(segment, BROKEN) + rank)
@@ -302,7 +301,7 @@ def give_up_earlier(segments_ptr, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def is_broken(round, LAYOUT: tl.constexpr):
-    """Whether what has been read may be wrong: a peer that gave up may have overwritten the slot.
+    """Whether earlier reads may be wrong: a peer that gave up may have overwritten the slot.
 
     Readers ask after their last read. The stores that needed the data come before the barrier, so the data are read.
     """

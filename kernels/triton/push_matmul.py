@@ -1,4 +1,4 @@
-"""Matmul whose tiles are stored straight into the slots of the ranks that they belong to."""
+"""Matmul that stores its tiles straight into the slots of the ranks that they belong to."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
 
 @triton.jit
 def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """dst_rank, batch, tile row and column: destination by destination, from rank + 1 to rank."""
+    """Destination by destination, from rank + 1 to rank: (dst_rank, batch, tile row, tile column)."""
     dst_rank = (rank + 1 + tile // tiles_in_chunk) % LAYOUT.group_size
     batch, tile_m, tile_n = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE, TRAITS)
     return dst_rank, batch, tile_m, tile_n
@@ -85,7 +85,7 @@ def push_matmul_kernel(
     """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns] + bias; signal it.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
-    replayed graph moves on. Programs share the tiles of all chunks, of which there must be one.
+    replayed graph moves on. Programs share the tiles of all chunks; there must be at least one.
     """
     tl.assume(sizes.K > 0)
     spans, sizes = named(spans, TRAITS.n_unit), sizes_in_units(sizes, TRAITS.n_unit, TRAITS)

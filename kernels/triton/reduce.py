@@ -1,4 +1,4 @@
-"""The sum of what every rank has pushed: in rank order, in fp32, rounded once."""
+"""The sum of all ranks' pushed chunks: in rank order, in fp32, rounded once."""
 
 import triton
 import triton.language as tl
@@ -35,7 +35,7 @@ def reduce_kernel(
 ):
     """out.flatten()[start + i] = sum of slot[src][i] over src_rank 0 .. R-1 (/ R) + bias[i % num_bias], 0 <= i < size.
 
-    The kernel waits, bounded, for what push_matmul_kernel or signal_kernel of each src_rank signals, and ends the
+    The kernel waits, bounded, for the signal of each src_rank's push_matmul_kernel or signal_kernel, and ends the
     round. On failure each program writes NaN where it would have written data.
     """
     size, start, chunk_numel = run

@@ -1,4 +1,4 @@
-"""A round on the device: which slot, who has arrived, what a failure leaves behind, and the end."""
+"""A round on the device: its slot, arrivals, failure and end."""
 
 import triton
 import triton.language as tl
@@ -47,7 +47,7 @@ def next_push(segments_ptr, rank, fingerprint, LAYOUT: tl.constexpr):
 
 @triton.jit
 def signal_peer(round, dst_rank, LAYOUT: tl.constexpr):
-    """Tell dst_rank that its chunk of the round is there: what this program stored before, or has seen stored."""
+    """Tell dst_rank that its chunk of the round is there: stores of this program, and stores that it has seen."""
     flags = flags_of(tl.load(round.segments_ptr + dst_rank), round.epoch, LAYOUT)
     signal(flags + round.rank, flag_value(round.epoch, round.fingerprint))
 
@@ -74,7 +74,7 @@ def slot_of(segment, epoch, slot_bytes, LAYOUT: tl.constexpr, DTYPE: tl.constexp
 
 @triton.jit
 def source_rank(step, rank, LAYOUT: tl.constexpr):
-    """fusedcomm.memory.workspace.sources_of: own data first, then in the order in which the peers send."""
+    """fusedcomm.memory.workspace.sources_of: own data first, then in the peers' order of sends."""
     return (rank + LAYOUT.group_size - step) % LAYOUT.group_size
 
 
@@ -109,7 +109,7 @@ def wait_all(round, LAYOUT: tl.constexpr):
 
 @triton.jit
 def must_poison(round, failed, LAYOUT: tl.constexpr):
-    """Whether what this program has written may be wrong, asked after its last read. If so, all ranks are told."""
+    """Whether this program's results may be wrong, asked after its last read. If so, all ranks are told."""
     failed = failed | is_broken(round, LAYOUT)
     if failed:
         fail(round, LAYOUT)

@@ -1,1 +1,1 @@
-"""Which elements of which tensor go where: shapes, exchanges and sets of indices. No communication, no memory."""
+"""Shapes, exchanges and index sets: which elements go where. No communication, no memory."""

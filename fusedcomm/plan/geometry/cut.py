@@ -1,7 +1,7 @@
-"""Which part of a dim each rank has: as many elements each, by torch.chunk's rule, of given sizes, or given intervals.
+"""Each rank's part of a dim: equal, by torch.chunk's rule, of given sizes, or given intervals.
 
-An op gathers along one dim, where src_rank has part src_rank of the whole, and scatters along another, of which
-dst_rank gets part dst_rank. Parts to scatter may overlap, as heads of keys that several ranks read.
+An op gathers along one dim: the whole has part src_rank from src_rank. It scatters along another: dst_rank gets part
+dst_rank. Scattered parts may overlap, as heads of keys that several ranks read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The parts of an op's two dims, where they are not blocks of one size, and the rank whose tensors are meant."""
+    """The parts of an op's two dims, where they are not blocks of one size, for the tensors of ``rank``."""
 
     rank: int
     gathered: Parts | None  # by src_rank; None where the op does not gather
@@ -86,10 +86,10 @@ class Cut(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What a call says of its parts, as in the ops' schemas.
+    """A call's arguments about its parts, as in the ops' schemas.
 
-    With parts of different sizes a result has another shape on each rank, and what caches graphs knows a rank by these
-    arguments alone. Calls whose parts are of one size are the same on all ranks, and say no rank.
+    With parts of different sizes each rank's result has its own shape, and caches of graphs tell ranks apart by these
+    arguments alone. Calls of even parts are the same on all ranks, and say no rank.
     """
 
     gather_splits: Sequence[int] | None = None  # each rank's size at gather_dim
@@ -104,12 +104,12 @@ class Splits(NamedTuple):
 
     @property
     def to_gather(self) -> tuple[Any, ...]:
-        """What an op takes that only gathers."""
+        """The arguments of an op that only gathers."""
         return self.gather_splits, self.gather_size, self.rank
 
     @property
     def to_scatter(self) -> tuple[Any, ...]:
-        """What an op takes that only scatters."""
+        """The arguments of an op that only scatters."""
         return self.scatter_starts, self.scatter_lengths, self.rank
 
 
@@ -121,7 +121,7 @@ def parts_of_sizes(sizes: Sequence[int]) -> Parts:
 
 
 def chunk_parts(total: int, group_size: int) -> Parts:
-    """What torch.chunk gives each rank, with empty parts where it gives fewer: the shards of a DTensor."""
+    """torch.chunk's parts, the shards of a DTensor; empty ones where it gives fewer."""
     step = -(-total // group_size)
     starts = tuple(_least(rank * step, total) for rank in range(group_size))
     return Parts(starts, tuple(_least(step, total - start) for start in starts), total)

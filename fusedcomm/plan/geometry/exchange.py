@@ -1,14 +1,14 @@
 """Geometry of a call: which elements of a matmul's tensor go between which ranks, and where they lie on either side.
 
 A matmul is next to a collective on one of its tensors: the result that it pushes, or the input that it gathers. That
-tensor is cut into one block per rank along ``split_dim``. A block, or what one round takes of it, is a chunk:
+tensor is cut into one block per rank along ``split_dim``. A block, or its part in one round, is a chunk:
 
     push     y = x @ w     chunk p of y goes to rank p, which puts it where ``unpack`` says
     gather   y = x @ w     chunk p of x comes from rank p, which takes it from where ``pack`` says
 
 Both directions use the same Spans: in a push the sender reads them, in a gather the receiver. `geometry.shapes` makes
-the Exchange of each op. Where ranks have parts of different sizes, each peer has Spans of its own, and what all ranks
-must decide alike is decided by the Exchange whose parts are all as large as the largest.
+the Exchange of each op. Where parts differ in size, each peer has Spans of its own, and common decisions are made by an
+Exchange with all parts as large as the largest.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: the
 
 
 def num_pieces(chunk_bytes: int) -> int:
-    """In how many rounds a GPU gathers chunks whose matmul needs all sources: the first one alone is not hidden."""
+    """Rounds of a GPU's gather if its matmul needs all sources: the first alone is not hidden."""
     return max(1, min(_MOST_PIECES, chunk_bytes // _LEAST_PIECE))
 
 
 def aligned_numel(numel: int, itemsize: int) -> int:
-    """At least as many elements, whole times ALIGNED."""
+    """``numel`` rounded up to ALIGNED bytes."""
     at_once = ALIGNED // itemsize
     return -(-numel // at_once) * at_once
 
@@ -50,16 +50,16 @@ class Exchange:
     num_lead: int  # dims before the columns
     num_batch_dims: int  # batch dims of w
     split_dim: int  # the dim of ``shape`` that is cut into one block per rank
-    packed: tuple[list[int], int | None]  # shape of what is sent, and the dim cut into one block per dst_rank
-    unpacked: tuple[list[int], int | None]  # shape of what arrives, and the dim cut into one block per src_rank
+    packed: tuple[list[int], int | None]  # sent shape, and its dim cut into one block per dst_rank
+    unpacked: tuple[list[int], int | None]  # received shape, and its dim cut into one block per src_rank
     group_size: int
     out_shapes: list[list[int]]  # shapes of the results
     k: int
     gathers: bool = False  # the matmul takes the tensor of ``shape``; otherwise it makes it
-    facts: tuple[Any, ...] = ()  # what else all ranks must agree on: part of the fingerprint
+    facts: tuple[Any, ...] = ()  # further facts for the fingerprint: equal on all ranks
     cut: Cut | None = None  # where parts are not blocks of one size; then all other fields are of this rank
     largest: Exchange | None = None  # with a cut: every part is as large as the largest. The same on all ranks
-    arguments: dict[str, Any] = field(default_factory=dict)  # what the Exchange was made from, for people to read
+    arguments: dict[str, Any] = field(default_factory=dict)  # the op's, for people to read
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
     @property
@@ -68,7 +68,7 @@ class Exchange:
 
     @property
     def for_all(self) -> Exchange:
-        """What all ranks have alike, to decide by."""
+        """The Exchange for common decisions, equal on all ranks."""
         return self.largest or self
 
     @cached_property
@@ -88,7 +88,7 @@ class Exchange:
 
     @cached_property
     def row_numel(self) -> int:
-        """The number of elements that one row of the matmul adds to one chunk."""
+        """Elements that one row of the matmul adds to a chunk."""
         return math.prod(self.block[self.num_lead :])
 
     @cached_property
@@ -97,20 +97,20 @@ class Exchange:
 
     @property
     def outer_numel(self) -> int:
-        """The number of elements for each index of the dim that is gathered, or scattered, or for each two of both."""
+        """Elements for one index of the gathered and the scattered dim."""
         return math.prod(
             size for dim, size in enumerate(self.shape) if dim not in (self._gather_dim, self._scatter_dim)
         )
 
     @cached_property
     def sent_run(self) -> int:
-        """The number of consecutive elements that go to one rank where a tensor is sent as it is, in blocks."""
+        """Consecutive elements for one rank where a tensor is sent as it is, in blocks."""
         sizes, split_dim = self.packed
         return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property
     def tells_k(self) -> bool:
-        """Whether each rank finds the same dims of the exchanged x to make up K, which it does by their product."""
+        """Whether each rank finds the same dims of the exchanged x to make up K, by their product."""
         if not self.gathers or self.cut is None or self.cut.scattered is None or self._scatter_dim is None:
             return True
         fewest, is_last = min(self.cut.scattered.sizes), self._scatter_dim == len(self.shape) - 1
@@ -127,7 +127,7 @@ class Exchange:
 
     @property
     def column_run(self) -> int:
-        """The number of consecutive columns of one rank, where columns are split."""
+        """Consecutive columns of one rank, where columns are split."""
         return math.prod(self.block[self.split_dim :])
 
     def adds_up(self, itemsize: int) -> bool:
@@ -142,12 +142,12 @@ class Exchange:
 
     @property
     def few_rows(self) -> bool:
-        """Whether the matmul of one chunk would take as long as that of all chunks, which reads w only once."""
+        """Whether one chunk's matmul would take as long as all chunks' in one, as it reads w only once."""
         return self.splits_rows and self.num_rows < FEW_ROWS * self.group_size
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What must be equal for two calls of one op to be the same on the wire."""
+        """Must be equal for two calls of one op to be the same on the wire."""
         if self.cut is not None:
             return *self.for_all.key, self.cut.gathered, self.cut.scattered
         tensors = (tuple(self.shape), tuple(self.packed[0]), tuple(self.unpacked[0]))
@@ -164,7 +164,7 @@ class Exchange:
         return found
 
     def piece_numel(self, itemsize: int, max_chunk_numel: int) -> int:
-        """The size of a chunk with which the rounds are the pieces of `num_pieces`, or as many more as must be."""
+        """The size of a chunk in `num_pieces` rounds, or in more if it must be smaller."""
         return min(max_chunk_numel, -(-self.chunk_numel // num_pieces(self.chunk_numel * itemsize)))
 
     def pieces(self, num_pieces: int) -> list[RoundSpans]:
@@ -194,7 +194,7 @@ class Exchange:
         return RoundSpans(*matmul, side(*self.packed), side(*self.unpacked))
 
     def _matmul_spans(self, step: int, box: Sequence[Range]) -> tuple[Span, Span, Span]:
-        """The batches, rows and columns of ``box``, for peers whose blocks come every ``step`` of split_dim."""
+        """The batches, rows and columns of ``box``, for blocks of peers every ``step`` of split_dim."""
         nb, nl = self.num_batch_dims, self.num_lead
 
         def part(lo: int, hi: int) -> Span:
@@ -216,7 +216,7 @@ class Exchange:
         return self._chunk_shape(None, rank) if self.gathers else self._chunk_shape(rank, None)
 
     def _chunk_shape(self, src_rank: int | None, dst_rank: int | None) -> list[int]:
-        """``shape`` with src_rank's part of the dim that is gathered, and dst_rank's of the one that is scattered."""
+        """``shape`` with src_rank's part of the gathered dim, and dst_rank's of the scattered one."""
         sizes = list(self.shape)
         gathered, scattered = (None, None) if self.cut is None else self.cut[1:]
         for dim, parts, rank in (
@@ -228,7 +228,7 @@ class Exchange:
         return sizes
 
     def _peer_spans(self, box: list[Range], peer: int) -> PeerSpans:
-        """The Spans of the chunks to and from a peer, of which a round takes what there is of the largest's ``box``."""
+        """The Spans of the chunks to and from a peer, clipped to ``box``, a round's part of the largest chunk."""
         assert self.cut is not None
         rank, gathered, scattered = self.cut
         sent_shape = self._chunk_shape(rank, peer)

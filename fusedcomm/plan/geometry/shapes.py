@@ -155,7 +155,7 @@ def _push(
     cut: Cut | None = None,
     largest: Exchange | None = None,
 ) -> Exchange:
-    """The Exchange of y = x @ w, viewed: its blocks along split_dim go to the ranks; what arrives is the result."""
+    """The Exchange of y = x @ w, viewed: its blocks along split_dim go to the ranks; received blocks are the result."""
     return Exchange(
         shape=y,
         num_lead=len(x) - 1,
@@ -183,7 +183,7 @@ def _gather(
     cut: Cut | None,
     largest: Exchange | None,
 ) -> Exchange:
-    """The Exchange of gathered @ w, whose blocks along gather_dim come from the ranks."""
+    """The Exchange of gathered @ w; blocks along gather_dim come from the ranks."""
     return Exchange(
         shape=gathered,
         num_lead=num_lead,
@@ -223,7 +223,7 @@ def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
     exchange = make(*args)
     bound = inspect.signature(make).bind(*args).arguments
     exchange.arguments = {name: value for name, value in bound.items() if name != "splits"}
-    if exchange.cut is not None and exchange.largest is not None:  # what is the same on all ranks, who compare it
+    if exchange.cut is not None and exchange.largest is not None:  # equal on all ranks, for their comparison
         exchange.arguments |= {**exchange.largest.arguments, **exchange.cut.arguments}
     return exchange
 
@@ -277,7 +277,6 @@ def _num_lead(exchanged: Shape, w: Shape) -> int:
 
 
 def _with(shape: Shape, sizes: Mapping[int, int]) -> list[int]:
-    """``shape`` with other sizes at some dims."""
     return [sizes.get(dim, size) for dim, size in enumerate(shape)]
 
 
@@ -296,7 +295,7 @@ def _check_ndim(x: Shape, name: str) -> None:
 
 
 def _check_matmul(x: Shape, w: Shape, name: str) -> None:
-    """``name``: what errors call x, which may have been gathered or exchanged before the matmul."""
+    """``name``: of x in errors; it may have been gathered or exchanged before the matmul."""
     _check_ndim(x, name)
     if len(w) not in (2, len(x)):
         raise ValueError(f"w must be 2-D [K, N] or have {name}'s batch dims, got {len(w)} dims beside {len(x)}")

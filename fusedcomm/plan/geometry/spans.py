@@ -28,15 +28,15 @@ class ChunkSpans:
 
 @dataclass(frozen=True)
 class PeerSpans(ChunkSpans):
-    """Those of one peer alone."""
+    """Spans of one peer alone."""
 
-    landing: Span  # where the chunk for the peer ends up in what that one unpacks to
-    unpacked_numel: int  # elements in what the peer unpacks to
+    landing: Span  # the place of the chunk for the peer in the peer's unpacked tensor
+    unpacked_numel: int  # elements in the peer's unpacked tensor
 
 
 @dataclass(frozen=True)
 class RoundSpans(ChunkSpans):
-    """Those of all peers. ``by_peer``: where chunks differ in size; the others are then Spans of the largest."""
+    """Spans of all peers. ``by_peer``: where chunks differ in size; the others are then Spans of the largest."""
 
     by_peer: tuple[PeerSpans, ...] = ()
 
@@ -50,11 +50,11 @@ class RoundSpans(ChunkSpans):
         return self.by_peer[peer] if self.by_peer else self
 
     def landing(self, rank: int, dst_rank: int) -> Span:
-        """Where the chunk of ``rank``, the own one, ends up in what dst_rank unpacks to."""
+        """The place of the chunk of ``rank``, the own one, in dst_rank's unpacked tensor."""
         return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)
 
     def unpacked_numel(self, peer: int, own: int) -> int:
-        """The number of elements of what the peer unpacks to, where this rank unpacks to ``own``."""
+        """Elements in the peer's unpacked tensor; ``own``: in this rank's."""
         return self.by_peer[peer].unpacked_numel if self.by_peer else own
 
 
@@ -67,7 +67,7 @@ class Range:
 
 
 def span(sizes: Sequence[int], split_dim: int | None, step: int, box: Sequence[Range]) -> Span:
-    """Flat indices of ``box`` in a contiguous tensor of ``sizes``, whose ``split_dim`` has a block every ``step``.
+    """Flat indices of ``box`` in a contiguous tensor of ``sizes``, with a block every ``step`` of ``split_dim``.
 
     ``box`` has one Range per dim, relative to the peer's block. A dim before the first Range of more than one index has
     a single index, and a dim after it is whole: that is why five integers are enough.
@@ -91,7 +91,7 @@ def moved(box: Sequence[Range], dim: int | None, start: int) -> list[Range]:
 
 
 def clip(box: Sequence[Range], block: Sequence[int]) -> list[Range]:
-    """What of ``box`` lies in a block that may be smaller than the one that it was cut from."""
+    """Intersect ``box`` with a block, which may be smaller than the block that it was cut from."""
     starts = [min(r.start, size) for r, size in zip(box, block, strict=True)]
     return [Range(start, min(r.size, size - start)) for start, r, size in zip(starts, box, block, strict=True)]
 
