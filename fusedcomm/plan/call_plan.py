@@ -28,6 +28,9 @@ class Plan:
             pieces of a pipelined call; 0 where it runs unfused.
         sent_bytes: bytes that each rank sends to the others in a pipelined call; 0 in others.
         has_workspace: whether the algorithm needs symmetric memory: chunked or fused.
+        backend_sums: whether the backend adds, in its own order and precision.
+        fingerprint: 24 bits that calls of equal wires share; 0 where nothing compares them.
+        exchange: the shapes and spans of the payload.
         schedule: the steps of a call that has run, None of one that has not, or runs unfused. It is this rank's own.
         made_for: the facts of memory and device that the schedule was made for.
         num_bytes: bytes that the plan takes, an estimate.
@@ -39,7 +42,7 @@ class Plan:
     slot_bytes: int = 0  # for one round
     num_rounds: int = 0
     sent_bytes: int = 0
-    backend_sums: bool = False  # whether the backend adds, in its own order and precision
+    backend_sums: bool = False
     fingerprint: int = 0
     exchange: Exchange | None = field(default=None, compare=False)
     schedule: Schedule | None = field(default=None, compare=False)
