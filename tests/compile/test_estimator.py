@@ -149,13 +149,9 @@ def test_matmuls_and_what_torch_knows_the_flop_of() -> None:
         return x @ w, torch.bmm(x.expand(2, -1, -1), w.expand(2, -1, -1))
 
     found = costs(traced(program, (4096, 8192), (8192, 4096)), Estimator("cuda"))
-    tiles = 8 * 132  # 32 x 32 tiles of 128 x 128, in waves of 132
-    assert found["mm"].compute_ms == pytest.approx(
-        2 * 8192 * tiles * 128**2 / (1e-3 * GPU.matmul_flops["bfloat16"]) + 0.003
-    )
-    assert found["bmm"].compute_ms == pytest.approx(
-        2 * 8192 * 16 * 132 * 128**2 / (1e-3 * GPU.matmul_flops["bfloat16"]) + 0.003
-    )
+    wave = 2 * 8192 * 132 * 128**2 / GPU.matmul_flops["bfloat16"] + GPU.wave_overhead["unfused"]
+    for name, num_waves in (("mm", 8), ("bmm", 16)):  # 32 x 32 tiles of 128 x 128 on 132 SMs
+        assert found[name].compute_ms == pytest.approx(1e3 * num_waves * wave + 0.003)
     narrow = costs(traced(program, (16, 8192), (8192, 4096)), Estimator("cuda"))["mm"]  # reads w for longer
     assert narrow.compute_ms == pytest.approx(
         2 * (16 * 8192 + 8192 * 4096 + 16 * 4096) / (1e-3 * GPU.memory_bandwidth) + 0.003
@@ -252,7 +248,7 @@ def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
     transfer = estimator.transfer("all_gather", x.numel() * 2, group_name)
     assert found.transfer == transfer and found.fused_ms is not None
     calls = {"dp": transfer.ms, "tp": 7 * x.numel() * 2 / 200e6 + 0.025}
-    assert found.fused_ms == pytest.approx(found.compute_ms + calls[dim])
+    assert found.fused_ms == pytest.approx(found.compute_ms + calls[dim], rel=2e-3)  # and a thousandth of the host's
 
 
 # the user's numbers, and tuned ones

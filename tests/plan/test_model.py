@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusedcomm.bench.gpu_check import kernel_speed
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.memory import members
 from fusedcomm.plan.cost import model
@@ -20,6 +23,7 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import Cut, Splits, parts_of_sizes
 from fusedcomm.plan.geometry.exchange import Exchange
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = tuple(model.KINDS.values())
 MIB = 1 << 20
 
@@ -33,11 +37,13 @@ GPU = Constants(
     fused_flops=dict.fromkeys(model.ITEMSIZE, ENDLESS),
     memory_bandwidth=ENDLESS,
     matmul_overhead=0.0,
+    wave_overhead={"unfused": 0.0, "fused": 0.0},
     copy_bandwidth=ENDLESS,
     copy_overhead=0.0,
     unpack_bandwidth=ENDLESS,
     link_bandwidth=ENDLESS,
     link_latency=0.0,
+    signal_latency=0.0,
     store_bandwidth=ENDLESS,
     backend_bandwidth=dict.fromkeys(KINDS, ENDLESS),
     backend_latency=dict.fromkeys(KINDS, 0.0),
@@ -130,6 +136,8 @@ def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> Non
         assert seconds(op, replace(GPU, matmul_flops=rate, **link))["chunked"] == close(max(4 * c, c + 3, 3 * c + 1))
         gather = seconds("all_gather_matmul", replace(GPU, matmul_flops=rate, **link))["chunked"]
         assert gather == close(max(4 * c, 3 + c))
+        signal = replace(GPU, matmul_flops=rate, signal_latency=0.1, **link)
+        assert seconds(op, signal)["chunked"] == close(max(4 * c, c + 3.1, 3 * c + 1.1))
         assert seconds(op, replace(CPU, matmul_flops=rate, **link))["chunked"] == close(4 * c)  # matmuls write to peers
         on_cpu = seconds("all_gather_matmul", replace(CPU, matmul_flops=rate, **link))["chunked"]
         assert on_cpu == close(4 * c + 3)
@@ -164,15 +172,16 @@ def test_what_arrives_is_copied_out_or_added() -> None:
     assert seconds("matmul_all_to_all", slow)["fused"] == close(4)
     for machine in (slow, replace(CPU, unpack_bandwidth=CHUNK)):
         assert seconds("matmul_all_to_all", machine)["chunked"] == close(3)  # the own chunk is in place
-    assert seconds("matmul_reduce_scatter", slow)["chunked"] == close(2.5)  # 4 read, 1 written
-    assert seconds("matmul_all_reduce", slow)["chunked"] == close(2.5 + 4)
+    reduced = 2.5 / model.SUMMED["cuda"]  # 4 read, 1 written
+    assert seconds("matmul_reduce_scatter", slow)["chunked"] == close(reduced)
+    assert seconds("matmul_all_reduce", slow)["chunked"] == close(reduced + 4)
     linked = replace(GPU, link_latency=1.0)
     assert seconds("matmul_all_reduce", linked)["chunked"] == close(3 + 3)
 
 
 def test_overheads_are_per_call_and_per_chunk() -> None:
     slow = replace(GPU, call_overhead={"unfused": 1.0, "chunked": 2.0, "fused": 4.0}, chunk_overhead=0.5)
-    assert seconds("all_gather_matmul", slow) == {"unfused": close(1), "chunked": close(4), "fused": close(4.5)}
+    assert seconds("all_gather_matmul", slow) == {"unfused": close(1), "chunked": close(4), "fused": close(5)}
     assert seconds("matmul_all_reduce", slow) == {"unfused": close(1), "chunked": close(2 + 8 * 0.5), "fused": close(4)}
 
 
@@ -180,7 +189,7 @@ def test_a_gpu_works_beside_its_host_and_a_cpu_is_its_own() -> None:
     slow = replace(GPU, call_overhead=dict.fromkeys(GPU.call_overhead, 1.0))
     for device in (0.5, 4.0):
         busy = replace(slow, matmul_flops=dict.fromkeys(model.ITEMSIZE, FLOPS / device))
-        assert seconds("matmul_all_to_all", busy)["chunked"] == close(max(device, 1))
+        assert seconds("matmul_all_to_all", busy)["chunked"] == close(max(device, 1) + min(device, 1) / 1000)
         assert seconds("matmul_all_to_all", replace(busy, device_type="cpu"))["chunked"] == close(device + 1)
 
 
@@ -196,6 +205,11 @@ def test_waves_of_tiles() -> None:
     assert rows(64) == close(100 * 64 * 64 / 1280)  # 20 tiles of 64 x 64, one wave, most SMs idle
     assert rows(64, k=1024) == close(100 * 64 * 64 / 1280 / 2)  # but for what K gives to divide
     assert gpu.matmul("bfloat16", 1, 0, 256, 1280) == close(0)
+    slow = replace(gpu, fused_flops=RATE, wave_overhead={"unfused": 1.0, "fused": 2.0})
+    for m, waves in ((1280, 1), (1281, 2)):
+        assert slow.matmul("bfloat16", 1, m, 256, 1280) == close(rows(m) * 2 * 256 * 1280 / 1e9 + waves)
+        fused = slow.matmul("bfloat16", 1, m, 256, 1280, fused=True)
+        assert fused == close(rows(m) * 2 * 256 * 1280 / 1e9 + 2 * waves)
     cpu = replace(CPU, matmul_flops=RATE)
     assert cpu.matmul("bfloat16", 1, 17, 256, 1280) == close(32 * 2 * 256 * 1280 / 1e9)
 
@@ -205,6 +219,45 @@ def test_empty_and_tiny_calls_have_a_time(rows: int) -> None:
     exchange = shapes.matmul_all_to_all((rows, 8), (8, 8), None, 0, 1, 2)
     for constants in DEFAULTS.values():
         assert all(0 < t < 1 for t in model.estimate("matmul_all_to_all", exchange, "float32", constants).values())
+
+
+# what one H200 measured
+
+CASES = json.loads((RESULTS / "gpu-h200-2026-11-26-kernels.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("shape", kernel_speed.SHAPES, ids=str)
+def test_default_numbers_say_how_long_kernels_took(shape: kernel_speed.MatmulShape) -> None:
+    sizes = max(1, shape.batches), shape.m, shape.k, shape.n
+    for kernel, name in itertools.product(("push", "gather"), ("cublas", "kernel")):
+        measured = CASES[f"kernel speed/{kernel} {shape.name}"]["found"][f"{name}_launch_free_ms"]
+        found = 1e3 * DEFAULTS["cuda"].matmul("bfloat16", *sizes, fused=name == "kernel")
+        assert found == pytest.approx(measured, rel=0.1 if measured > 0.01 else 0.2)
+
+
+SHARED: dict[str, Exchange] = {  # by 4 virtual ranks
+    "matmul_all_to_all": shapes.matmul_all_to_all((2048, 4096), (4096, 4096), None, 0, 1, 4),
+    "all_to_all_matmul": shapes.all_to_all_matmul((8192, 1024), (4096, 4096), 1, 0, 4),
+    "all_gather_matmul": shapes.all_gather_matmul((2048, 4096), ((4096, 4096),), 0, 4),
+    "matmul_reduce_scatter": shapes.matmul_reduce_scatter((2048, 4096), (4096, 4096), "sum", 0, 4),
+    "matmul_all_reduce": shapes.matmul_all_reduce((2048, 4096), (4096, 4096), "sum", 4),
+}
+
+
+@pytest.mark.parametrize("op", SHARED)
+def test_default_numbers_say_how_long_whole_ops_took(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual ranks divide a GPU, whose memory is their link; kernels pack what they gather."""
+    monkeypatch.setattr(model, "LEAST_COPIED", ENDLESS)
+    whole = DEFAULTS["cuda"]
+    names = ("memory_bandwidth", "copy_bandwidth", "unpack_bandwidth")
+    quarter: dict[str, Any] = {name: getattr(whole, name) / 4 for name in names}
+    for name in ("matmul_flops", "fused_flops"):
+        quarter[name] = {dtype: rate / 4 for dtype, rate in getattr(whole, name).items()}
+    links = {"link_bandwidth": whole.copy_bandwidth / 4, "store_bandwidth": whole.unpack_bandwidth / 4}
+    host = {"call_overhead": GPU.call_overhead, "chunk_overhead": 0.0}
+    constants = replace(whole, num_sms=whole.num_sms // 4, **quarter, **links, **host)
+    found = model.estimate(op, SHARED[op], "bfloat16", constants)
+    assert 1e3 * found["fused"] == pytest.approx(CASES[f"op speed/{op}"]["found"]["fused_ms"], rel=0.15)
 
 
 # what `fusedcomm.compile` makes of it
@@ -296,65 +349,15 @@ def test_impossible_constants_are_refused(data: Any, text: str) -> None:
 # parts of different sizes
 
 
-def of_rank(make: Any, *args: Any, **splits: Any) -> list[Exchange]:
-    """The call of each of 4 ranks, or of as many as there are parts."""
-    sizes = splits.get("gather_splits") or splits["scatter_lengths"]
-    x_of = args[0] if callable(args[0]) else lambda _: args[0]
-    calls = []
-    for rank in range(len(sizes)):
-        calls.append(make(x_of(rank), *args[1:], len(sizes), Splits(rank=rank, **splits)))
-    return calls
-
-
-SKEWED = (2000, 1, 1, 1)
-UNEVEN = {
-    "one head for all": (
-        of_rank(shapes.matmul_all_to_all, (512, 512), (512, 256), (2, 1, 128), 0, 2,
-                scatter_starts=(0,) * 4, scatter_lengths=(1,) * 4),
-        2 * 512 * 512 * 256, 2 * 512 * 512 * 256,
-    ),
-    "most rows on one rank": (
-        of_rank(shapes.matmul_all_to_all, lambda r: (SKEWED[r], 512), (512, 512), None, 0, 1, gather_splits=SKEWED),
-        2 * 2000 * 512 * 512, 2 * 2000 * 512 * 512,
-    ),
-    "most rows from one rank": (
-        of_rank(shapes.all_gather_matmul, lambda r: (SKEWED[r], 512), ((512, 64),), 0, gather_splits=SKEWED),
-        2 * 2016 * 512 * 64, 2 * 2048 * 512 * 64,
-    ),
-    "most rows to one rank": (
-        of_rank(shapes.all_to_all_matmul, (2003, 128), (512, 64), 1, 0, scatter_lengths=SKEWED),
-        2 * 2000 * 512 * 64, 4 * 2 * 2000 * 128 * 64,
-    ),
-    "most rows summed on one rank": (
-        of_rank(shapes.matmul_reduce_scatter, (2003, 512), (512, 64), "sum", 0, scatter_lengths=SKEWED),
-        2 * 2016 * 512 * 64, 2 * 2048 * 512 * 64,
-    ),
-}  # fmt: skip
-UNEVEN_OPS = dict(zip(UNEVEN, (*["matmul_all_to_all"] * 2, "all_gather_matmul", "all_to_all_matmul",
-                               "matmul_reduce_scatter"), strict=True))  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNEVEN)
-def test_the_slowest_rank_multiplies_what_is_its_own(name: str) -> None:
-    """Rows are counted 16 at a time. All ranks find the same."""
-    exchanges, unfused, chunked = UNEVEN[name]
-    cpu = replace(CPU, matmul_flops=RATE)
-    found = [model.estimate(UNEVEN_OPS[name], exchange, "float32", cpu) for exchange in exchanges]
-    assert found == [{"unfused": close(unfused / 1e9), "chunked": close(chunked / 1e9)}] * 4
-
-
-def test_the_slowest_rank_sends_and_copies_what_is_its_own() -> None:
-    """From one rank 2000 rows go to each of 3 peers; into its memory come 3 rows."""
-    exchanges = UNEVEN["most rows from one rank"][0]
-    row = 512 * 4
-    for exchange in exchanges:
-        links = replace(CPU, link_bandwidth=1e9)
-        took = model.estimate("all_gather_matmul", exchange, "float32", links)["chunked"]
-        assert took == close(3 * 2000 * row / 1e9)
-    exchanges = UNEVEN["one head for all"][0]
-    copies = replace(CPU, link_bandwidth=1e9)  # copies of the one product, to 4 ranks
-    took = model.estimate("matmul_all_to_all", exchanges[0], "float32", copies)["chunked"]
-    assert took == close(4 * 512 * 256 * 4 / 1e9)
+@pytest.mark.parametrize("rank", range(4))
+def test_parts_count_as_if_all_were_the_largest(rank: int) -> None:
+    """So that all ranks find the same."""
+    sizes = (2000, 1, 1, 1)
+    uneven = shapes.all_gather_matmul((sizes[rank], 512), ((512, 64),), 0, 4, Splits(rank=rank, gather_splits=sizes))
+    even = shapes.all_gather_matmul((2000, 512), ((512, 64),), 0, 4)
+    for constants in DEFAULTS.values():
+        found = [dict(model.estimate("all_gather_matmul", each, "float32", constants)) for each in (uneven, even)]
+        assert found[0] == found[1]
 
 
 CROSSED = Cut(0, parts_of_sizes((3, 1)), parts_of_sizes((3, 1)))  # the largest part of either dim stays where it is

@@ -51,6 +51,7 @@ from fusedcomm.plan.cost.model import (
     KINDS,
     TUNED,
     Constants,
+    TimedCall,
     across_hosts,
     decode_reason,
     estimate,
@@ -211,7 +212,7 @@ class Estimator:
         kind = KINDS[op]
         sent_bytes = chunk_bytes * (1 if kind == "all_gather" else exchange.group_size)
         plainly = self.transfer(kind, sent_bytes, group_name)
-        compute_ms = 1e3 * _matmul_seconds(self.constants, exchange, dtype)
+        compute_ms = 1e3 * TimedCall(op, exchange, dtype, self.constants).matmul()
         if not self.can_fuse(group_name):
             return NodeCost(compute_ms, plainly, compute_ms + plainly.ms)
         times = self._times(op, exchange, dtype, group_name)
@@ -383,16 +384,6 @@ def _within(constants: Constants, intra_node_bw: float | None) -> Constants:
         link_bandwidth=min(constants.link_bandwidth, bandwidth),
         store_bandwidth=min(constants.store_bandwidth, bandwidth),
     )
-
-
-def _matmul_seconds(constants: Constants, exchange: Exchange, dtype: str) -> float:
-    """The time of the plain matmul beside the collective."""
-    if exchange.gathers:
-        ns = [shape[-1] for shape in exchange.out_shapes]
-    else:
-        ns = [math.prod(exchange.shape[exchange.num_lead :])]
-    sizes = (exchange.num_batches, exchange.num_rows, exchange.k)
-    return sum(constants.matmul(dtype, *sizes, n) for n in ns)
 
 
 def _told(found: NodeCost, ms: float) -> NodeCost:

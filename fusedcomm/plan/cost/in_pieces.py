@@ -15,7 +15,6 @@ import functools
 
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import ITEMSIZE, Constants, TimedCall
-from fusedcomm.plan.cost.shares import shares_of
 from fusedcomm.plan.geometry.exchange import Exchange
 
 NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
@@ -39,54 +38,44 @@ def seconds(
     op: str, exchange: Exchange, dtype: str, constants: Constants, num_pieces: int, backend_sums: bool = False
 ) -> float:
     """The seconds of a call in so many pieces. ``backend_sums``: whether the backend adds."""
-    calls = [TimedCall(op, exchange, share, dtype, constants) for share in shares_of(exchange)]
-    return max(_seconds(call, num_pieces, backend_sums) for call in calls)
-
-
-def _seconds(call: TimedCall, num_pieces: int, backend_sums: bool) -> float:
-    constants, num_ranks = call.constants, call.num_ranks
-    padded = call.exchange.chunk_numel * ITEMSIZE[call.dtype] / num_pieces  # parts are sent as large as the largest
+    call = TimedCall(op, exchange, dtype, constants)
+    chunk_bytes, num_ranks = call.chunk_bytes / num_pieces, call.num_ranks
     kinds = (_WITH_SUMS if backend_sums else _COLLECTIVES).get(call.kind, (call.kind,))
-    wire = sum(constants.collective(kind, padded, num_ranks) for kind in kinds)
-    compute = _matmuls(call, num_pieces) + _placing(call, num_pieces, backend_sums)
+    wire = sum(constants.collective(kind, chunk_bytes, num_ranks) for kind in kinds)
+    compute = _matmuls(call, num_pieces) + _placing(call, chunk_bytes, backend_sums)
     if constants.on_cpu:
-        compute += constants.copy(2 * sent_bytes(call.kind, padded, num_ranks))
+        compute += constants.copy(2 * sent_bytes(call.kind, chunk_bytes, num_ranks))
     steps = compute + wire + (num_pieces - 1) * max(compute, wire)
     host = num_pieces * (constants.piece_overhead + num_ranks * constants.chunk_overhead)
-    alone = call.matmul() if call.share.at_once else 0.0
+    alone = call.matmul() if call.exchange.few_rows else 0.0
     return alone + (steps + host if constants.on_cpu else max(steps, host) + host / num_pieces)
 
 
 def _matmuls(call: TimedCall, num_pieces: int) -> float:
     """The matmuls of one piece: R of a chunk each, or one where K is gathered."""
-    if call.share.at_once:
+    if call.exchange.few_rows:
         return 0.0
     if call.exchange.gathers and call.exchange.splits_columns:
         found = call.matmul(num_pieces)
     else:
-        found = call.chunk_matmuls(call.share.num_products, num_pieces)
+        found = call.num_ranks * call.chunk_matmul(pieces=num_pieces)
     return found if call.constants.on_cpu else _SLOWER_BESIDE_NCCL * found
 
 
-def _placing(call: TimedCall, num_pieces: int, backend_sums: bool) -> float:
-    """The bytes packed, unpacked and added for one piece."""
-    unpack, num_bytes, kind, at_once = (
-        call.constants.unpack,
-        call.chunk_bytes / num_pieces,
-        call.kind,
-        call.share.at_once,
-    )
+def _placing(call: TimedCall, num_bytes: float, backend_sums: bool) -> float:
+    """The bytes packed, unpacked and added for one piece, of which ``num_bytes`` go to a peer."""
+    unpack, kind, few_rows = call.constants.unpack, call.kind, call.exchange.few_rows
     peers, everyone = (call.num_ranks - 1) * num_bytes, call.num_ranks * num_bytes
     if call.exchange.gathers:
         packed = unpack(peers) if kind == "all_to_all" else 0.0
-        return packed + (unpack(everyone) if call.exchange.splits_columns or at_once else 0.0)
-    placed = (unpack(everyone) if at_once else 0.0) + (unpack(peers) if kind != "reduce_scatter" else 0.0)
+        return packed + (unpack(everyone) if call.exchange.splits_columns or few_rows else 0.0)
+    placed = (unpack(everyone) if few_rows else 0.0) + (unpack(peers) if kind != "reduce_scatter" else 0.0)
     if kind == "all_to_all":
         return placed
     if backend_sums:
         return placed + unpack(num_bytes)
     if call.constants.on_cpu:  # its caches hold the sum
-        return placed + unpack((call.num_ranks + 1) / 2 * num_bytes)
+        return placed + call.constants.reduce(num_bytes, call.num_ranks)
     itemsize = ITEMSIZE[call.dtype]  # a GPU reads and writes the sum once for every rank, in float32
     moved = 2 * (4 + itemsize) + (call.num_ranks - 1) * (8 + itemsize)  # bytes for each element
     return placed + unpack(num_bytes * moved / 2 / itemsize) + call.num_ranks * call.constants.copy_overhead

@@ -24,7 +24,7 @@ from fusedcomm.plan.cost.model import TUNED, Constants
 
 log = logging.getLogger("fusedcomm")
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = 1 << 16
 _logged: set[tuple[str, str]] = set()
 

@@ -1,4 +1,4 @@
-"""What the simulator reckons with: the cost model's constants and published figures of an H200, nothing measured here.
+"""What the simulator reckons with: the cost model's constants and published figures of an H200.
 
 The source of each figure stands beside it. [P] is published, [M] modelled from published figures, [G] a guess.
 """
@@ -40,8 +40,8 @@ class Rates:
 
 
 H200 = Rates(
-    # matmuls 790 TFLOP/s and kernels 700: the cost model's, which were chosen and not measured
-    constants=replace(DEFAULTS["cuda"], memory_bandwidth=4.3e12),  # [P] of 4.8 TB/s
+    # kernels as measured, waves of tiles included, for a part of one has no waves of its own; [P] of 4.8 TB/s
+    constants=replace(DEFAULTS["cuda"], fused_flops={"bfloat16": 785e12}, memory_bandwidth=4.3e12),
     memory=4.3e12 / 2,
     in_flight=32768 / 0.9e-6,  # [M] 32 KiB in flight for 0.9 us: 59 programs copy 2.15 TB/s
     link=370e9,  # [P] of 450 GB/s
