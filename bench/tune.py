@@ -1,7 +1,7 @@
 """The measurements of `fusedcomm tune`: the constants of `cost` on this machine, in the ranks of a group, all at once.
 
-    matmul      the rate is the median over sizes, whole and cut as chunks are; the bandwidth of memory comes from few
-                rows and from few columns, the overhead from a tiny matmul
+    matmul      the rate is the median over sizes; the bandwidth of memory comes from few rows and from few columns, the
+                overhead from a tiny matmul
     copies      into new memory, to a peer's slot, into a result; and collectives, by kind: seconds = latency + bytes /
                 bandwidth, fitted over sizes by least squares of relative errors, neither below 0
     overheads   how much longer small calls, forced to each algorithm, take than their estimates without overheads, or
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.plan.cost import in_pieces, model, tuned
+from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import ITEMSIZE, KINDS, Constants
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.run import reference
@@ -71,9 +73,10 @@ class TuneSizes:
 
     @staticmethod
     def of(device_type: str, quick: bool) -> TuneSizes:
-        all_of_them = SIZES[device_type]
-        names = ("matmuls", "num_bytes", "calls") if quick else ()
-        return replace(all_of_them, **{name: getattr(all_of_them, name)[:-1] for name in names})
+        sizes = SIZES[device_type]
+        if not quick:
+            return sizes
+        return TuneSizes(sizes.matmuls[:-1], sizes.narrow, sizes.num_bytes[:-1], sizes.calls[:-1])
 
 
 SIZES = {
@@ -118,6 +121,10 @@ class Sample:
         """The call's extra time with the algorithm of the least estimate over the fastest: a share."""
         return self.measured[min(self.estimated, key=self.estimated.__getitem__)] / min(self.measured.values()) - 1
 
+    def estimate(self, constants: Constants, num_ranks: int) -> dict[str, float]:
+        size = MatmulSize(self.rows, self.k, self.n)
+        return estimates(self.op, size, self.dtype, constants, num_ranks, list(self.measured))
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -139,7 +146,7 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
         constants = part(bench, constants)
         check_noise(bench.references)
         on_done(done + 1)
-    samples = tuple(replace(each, estimated=_estimated(each, constants, ours.group_size)) for each in bench.samples)
+    samples = tuple(replace(each, estimated=each.estimate(constants, ours.group_size)) for each in bench.samples)
     return Tuned(constants, tuple(bench.points), samples, noise(bench.references))
 
 
@@ -181,7 +188,7 @@ class _Bench:
         self.points: list[Point] = []
         self.references: list[float] = []  # times of the reference, one per measurement
         dtype = "bfloat16" if ours.device.type == "cuda" else "float32"  # bfloat16 takes as long with TF32 as without
-        self._reference = partial(torch.mm, *self._operands(sizes.matmuls[0], dtype))
+        self._reference = self._matmul(sizes.matmuls[0], dtype)
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
         """Seconds of one call of each variant."""
@@ -201,14 +208,14 @@ class _Bench:
 
     def matmuls(self, dtype: str, sizes: Sequence[Shape], repeat: int = 1) -> dict[Any, float]:
         with _precision(dtype):
-            return self.seconds({size: partial(torch.mm, *self._operands(size, dtype)) for size in sizes}, repeat)
+            return self.seconds({size: self._matmul(size, dtype) for size in sizes}, repeat)
+
+    def _matmul(self, size: Shape, dtype: str) -> Callable[[], Tensor]:
+        m, k, n = size
+        return partial(torch.mm, self.random(m, k).to(_torch_dtype(dtype)), self.random(k, n).to(_torch_dtype(dtype)))
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device)
-
-    def _operands(self, size: Shape, dtype: str) -> tuple[Tensor, Tensor]:
-        m, k, n = size
-        return self.random(m, k).to(_torch_dtype(dtype)), self.random(k, n).to(_torch_dtype(dtype))
 
 
 def _repeat(variant: Callable[[], Any], times: int) -> None:
@@ -221,33 +228,25 @@ def _matmul(bench: _Bench, constants: Constants) -> Constants:
 
     The Triton kernel's rates are in proportion to cuBLAS's.
     """
-    cuda = bench.device.type == "cuda"
     overhead = bench.matmuls("float32", [(8, 8, 8)], REPEAT)[8, 8, 8]
     narrow = bench.matmuls("float32", bench.sizes.narrow, REPEAT)
-    bandwidth = statistics.median(_num_bytes(size, "float32") / max(t - overhead, t / 2) for size, t in narrow.items())
-    flops = {}
-    for dtype in constants.matmul_flops:
+    read = {(m, k, n): (m * k + k * n + m * n) * ITEMSIZE["float32"] for m, k, n in narrow}
+    bandwidth = statistics.median(read[size] / max(t - overhead, t / 2) for size, t in narrow.items())
+    before, flops = constants, {}
+    constants = replace(constants, memory_bandwidth=bandwidth, matmul_overhead=overhead)
+    if bench.device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+        constants = replace(constants, num_sms=num_sms, memory_bandwidth=math.inf)
+    no_sums = replace(constants, matmul_flops=dict.fromkeys(before.matmul_flops, math.inf))
+    for dtype in before.matmul_flops:
         rates: list[float] = []
         for size in bench.sizes.matmuls:
-            if rates and MatmulSize(*size).flops / rates[0] >= LONGEST_S:
-                continue
-            t = bench.matmuls(dtype, [size])[size]
-            beside = 0.0 if cuda else _num_bytes(size, dtype) / bandwidth
-            rates.append(MatmulSize(*size).flops / max(t - overhead - beside, t / 2))
+            if not rates or MatmulSize(*size).flops / rates[0] < LONGEST_S:
+                t = bench.matmuls(dtype, [size])[size]
+                rates.append(MatmulSize(*size).flops / max(t - no_sums.matmul(dtype, 1, *size), t / 2))
         flops[dtype] = statistics.median(rates[1:] or rates)
-    return replace(
-        constants,
-        num_sms=torch.cuda.get_device_properties(bench.device).multi_processor_count if cuda else 1,
-        matmul_flops=flops,
-        fused_flops={d: of * flops[d] / constants.matmul_flops[d] for d, of in constants.fused_flops.items()},
-        memory_bandwidth=bandwidth,
-        matmul_overhead=overhead,
-    )
-
-
-def _num_bytes(size: Shape, dtype: str) -> int:
-    m, k, n = size
-    return (m * k + k * n + m * n) * ITEMSIZE[dtype]
+    fused = {dtype: rate * flops[dtype] / before.matmul_flops[dtype] for dtype, rate in before.fused_flops.items()}
+    return replace(constants, matmul_flops=flops, fused_flops=fused, memory_bandwidth=bandwidth)
 
 
 def _copies(bench: _Bench, constants: Constants) -> Constants:
@@ -262,16 +261,9 @@ def _copies(bench: _Bench, constants: Constants) -> Constants:
             variants["unpack", num_bytes] = partial(torch.empty(arrived.shape, device=bench.device).copy_, arrived)
             variants["link", num_bytes] = partial(slot[: sent.numel()].view(sent.shape).copy_, sent)
     found = {what: line(times) for what, times in bench.move(variants).items()}
-    bandwidth, overhead = found["copy"]
-    link_bandwidth, link_latency = found.get("link", (constants.link_bandwidth, constants.link_latency))
-    return replace(
-        constants,
-        copy_bandwidth=bandwidth,
-        copy_overhead=overhead,
-        unpack_bandwidth=found.get("unpack", found["copy"])[0],
-        link_bandwidth=link_bandwidth,
-        link_latency=link_latency,
-    )
+    names = ["copy_bandwidth", "copy_overhead", *(["link_bandwidth", "link_latency"] if "link" in found else [])]
+    lines = dict(zip(names, (*found["copy"], *found.get("link", ())), strict=True))
+    return replace(constants, unpack_bandwidth=found.get("unpack", found["copy"])[0], **lines)
 
 
 def _slot_of_a_peer(bench: _Bench) -> Tensor:
@@ -299,8 +291,8 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
         times = bench.move({(kind, blocks.nbytes): partial(call, blocks) for blocks in data})[kind]
         if kind == "all_reduce":  # the functional all_reduce copies too, which the model counts apart
             times = {num_bytes: max(t - constants.copy(num_bytes), t / 4) for num_bytes, t in times.items()}
-        sent = (num_ranks - 1) * (2 if kind == "all_reduce" else 1)
-        bandwidth[kind], latency[kind] = line({num_bytes // num_ranks * sent: t for num_bytes, t in times.items()})
+        sent = {int(sent_bytes(kind, num_bytes // num_ranks, num_ranks)): t for num_bytes, t in times.items()}
+        bandwidth[kind], latency[kind] = line(sent)
     return replace(constants, backend_latency=latency, backend_bandwidth=bandwidth)
 
 
@@ -313,7 +305,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
     for op, size, dtype in itertools.product(KINDS, bench.sizes.calls, ("float32", "bfloat16")):
         data = _data(bench, op, size, dtype, names)
         sample = Sample(op, data.size.rows, data.size.k, data.size.n, dtype, dict.fromkeys(names, 0.0), {})
-        estimated = _estimated(sample, without, bench.num_ranks)
+        estimated = sample.estimate(without, bench.num_ranks)
         if (longest := max(estimated.values())) > LONGEST_S:
             continue
         repeat = max(1, min(REPEAT, int(MEASUREMENT_S / longest)))
@@ -324,16 +316,14 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
         count = bench.num_ranks * (2 if op == "matmul_all_reduce" else 1)
         for name, t in times.items():
             extra = t - (0.0 if on_gpu else estimated[name])
-            if name == "pipelined":
-                extra = _of_a_piece(data, dtype, without, t)
-            points[name].append((count, extra, t))
+            points[name].append((count, _of_a_piece(data, dtype, without, t) if name == "pipelined" else extra, t))
     found = {name: max(statistics.median(extra for _, extra, _ in points[name]), LEAST_S) for name in names}
-    if apart:
-        constants = replace(constants, chunk_overhead=0.0, piece_overhead=found["pipelined"])
-    else:
+    chunk, piece = 0.0, found.pop("pipelined", constants.piece_overhead)
+    if not apart:
         found["chunked"], chunk = affine(points["chunked"])
-        constants = replace(constants, chunk_overhead=chunk)
-    return replace(constants, call_overhead={**constants.call_overhead, **{k: found[k] for k in calls if k in found}})
+    return replace(
+        constants, call_overhead={**constants.call_overhead, **found}, chunk_overhead=chunk, piece_overhead=piece
+    )
 
 
 def _of_a_piece(data: OpData, dtype: str, without: Constants, t: float) -> float:
@@ -349,11 +339,6 @@ PARTS = (_matmul, _copies, _collectives, _overheads)
 
 def _torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, "float32" if name == "tf32" else name)
-
-
-def _estimated(sample: Sample, constants: Constants, num_ranks: int) -> dict[str, float]:
-    size = MatmulSize(sample.rows, sample.k, sample.n)
-    return estimates(sample.op, size, sample.dtype, constants, num_ranks, list(sample.measured))
 
 
 def _data(bench: _Bench, op: str, size: Shape, dtype: str, names: Sequence[str]) -> OpData:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,12 @@ def add_parser(commands: Any) -> None:
         epilog="example: fusedcomm tune && fusedcomm tune --show",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--quick", action="store_true", help="measure fewer sizes and rounds (default: all)")
-    show = "measure nothing: print the numbers in use and where they come from"
-    what.add_argument("--show", action="store_true", help=show)
-    reset = "measure nothing: remove the measured numbers, so that default ones are used"
-    what.add_argument("--reset", action="store_true", help=reset)
+    for name, about in (
+        ("--quick", "measure fewer sizes and rounds (default: all)"),
+        ("--show", "measure nothing: print the numbers in use and where they come from"),
+        ("--reset", "measure nothing: remove the measured numbers, so that default ones are used"),
+    ):
+        what.add_argument(name, action="store_true", help=about)
     parser.add_argument("--json", metavar="FILE", help="also write everything that was found to FILE, as JSON")
     console.add_rank_arguments(parser)
     parser.set_defaults(run=run)
@@ -85,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         with world.ranks(device_type, world_size, TIMEOUT_S) as call:
             result = call(_measure, device_type, args.quick)
     except OSError as error:
-        return console.fail("tune", _cannot_write(error))
+        why = f"cannot write {error.filename}: {error.strerror}; set FUSEDCOMM_CACHE_DIR to a directory of yours"
+        return console.fail("tune", why)
     except (ValuesDiffer, RankError) as error:
         return console.fail("tune", world.message(error))
     if result is None:
@@ -96,10 +98,6 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("tune", result.failed)
     _print(result, world_size)
     return 0
-
-
-def _cannot_write(error: OSError) -> str:
-    return f"cannot write {error.filename}: {error.strerror}; set FUSEDCOMM_CACHE_DIR to a directory of yours"
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
@@ -115,18 +113,18 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     """Do what --show or --reset says, without ranks; on every host of a torchrun."""
     num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
     device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
-    key = device, world_size, num_hosts if num_hosts > 1 else 0
+    group = device, world_size, num_hosts if num_hosts > 1 else 0
     out, threads = console.stdout(), torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)  # as a rank has: numbers are kept by that count
     try:
-        file = tuned.path_of(tuned.key(*key))
+        file = tuned.path_of(tuned.key(*group))
         if args.reset:
             text = "removed" if file.exists() else "there was no"
             file.unlink(missing_ok=True)
             out.print(f"{text} {file}", soft_wrap=True)
             return 0
-        constants = tuned.read(*key)
+        constants = tuned.read(*group)
     except OSError as error:
         return console.fail("tune", f"{error.filename}: {error.strerror}")
     finally:
@@ -136,7 +134,7 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     used = constants or DEFAULTS[device_type]
     console.show(_table(used), out)
     if args.json:
-        result = TuneResult("", tune.Tuned(used), file.name, num_hosts=key[2])
+        result = TuneResult("", tune.Tuned(used), str(file), num_hosts=group[2])
         console.write_json(args.json, report(result, device_type, world_size, False))
     return 0
 
@@ -154,19 +152,18 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         return TuneResult(f"what calls can run here cannot be measured: {reason}")
     except Unreliable as reason:
         return TuneResult(f"{reason}. {NOT_KEPT}")
-    assert dist.group.WORLD is not None
-    num_hosts, failed, file = tune.num_hosts_of(ours), "", ""
+    num_hosts, failed = tune.num_hosts_of(ours), ""
+    key = tuned.key(device, ours.group_size, num_hosts)
     try:
         if why := tune.misfit(found.samples):
             failed = f"{why}; the noise was {found.noise:.0%}. {MISFIT}"
         else:
-            file = str(tune.write_for_all(found.constants, device, dist.group.WORLD, num_hosts))
+            assert dist.group.WORLD is not None
+            tune.write_for_all(found.constants, device, dist.group.WORLD, num_hosts)
     except OSError as error:
-        return TuneResult(str(error))
-    key = tuned.key(device, ours.group_size, num_hosts)
-    return TuneResult(
-        failed, found, file or str(tuned.path_of(key)), key["device"], time.perf_counter() - start, num_hosts
-    )
+        failed = str(error)
+    seconds = time.perf_counter() - start
+    return TuneResult(failed, found, str(tuned.path_of(key)), key["device"], seconds, num_hosts)
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
@@ -203,14 +200,14 @@ def _print(result: TuneResult, world_size: int) -> None:
 
 def _table(constants: Constants) -> Table:
     used, default = _flat(constants), _flat(DEFAULTS[constants.device_type])
-
-    def column(head: str, about: str, values: Mapping[str, float]) -> Column:
-        return Column(head, about, lambda name: f"{values[name] / _unit(name)[0]:.4g}")
-
     columns = [Column("number", "what the planner's estimates are made of", str, left=True)]
-    if constants.source == TUNED:
-        columns.append(column(TUNED, "measured on this machine, in use", used))
-    columns.append(column("default", "in use where nothing was measured", default))
+    for head, about, values in (
+        (TUNED, "measured on this machine, in use", used),
+        ("default", "in use where nothing was measured", default),
+    ):
+        if head == "default" or constants.source == TUNED:
+            text = partial(lambda values, name: f"{values[name] / _unit(name)[0]:.4g}", values)
+            columns.append(Column(head, about, text))
     columns.append(Column("unit", "the unit of the numbers in the line", lambda name: _unit(name)[1], left=True))
     return Table(columns, list(default))
 
