@@ -165,22 +165,21 @@ def _kind(dtype: torch.dtype, member: Facts) -> str:
 
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[str, str]:
-    constants, kind = constants_of(member), _kind(dtype, member)
-    if member.device.type == "cpu":
-        return _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
+    constants, kind, note = constants_of(member), _kind(dtype, member), ""
     if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
-    for_capture = member.for_capture
-    if exchange.cut is not None:
-        name, why = _fastest(op, exchange, kind, constants, ("chunked", "unfused"))
-        return name, f"{why}; parts of different sizes: not fused"
-    usable = ("fused", "unfused") if for_capture else ("fused", "chunked", "unfused")
-    if why := _too_wide(exchange.for_all):
-        if for_capture:
-            return "unfused", why
-        usable = ("chunked", "unfused")
-    name, why = _fastest(op, exchange, kind, constants, usable)
-    return name, f"{why}; CUDA graph: not chunked" if for_capture else why
+    usable = ["fused", "chunked", "unfused"] if member.device.type == "cuda" else ["chunked", "unfused"]
+    if "fused" in usable:
+        if exchange.cut is not None:
+            usable, note = usable[1:], "; parts of different sizes: not fused"
+        elif why := _too_wide(exchange.for_all):
+            if member.for_capture:
+                return "unfused", why
+            usable = usable[1:]
+        elif member.for_capture:
+            usable, note = ["fused", "unfused"], "; CUDA graph: not chunked"
+    name, why = _fastest(op, exchange, kind, constants, tuple(usable))
+    return name, why + note
 
 
 @functools.lru_cache(maxsize=1024)
