@@ -187,8 +187,10 @@ class _Bench:
         self.samples: list[Sample] = []
         self.points: list[Point] = []
         self.references: list[float] = []  # times of the reference, one per measurement
-        dtype = "bfloat16" if ours.device.type == "cuda" else "float32"  # bfloat16 takes as long with TF32 as without
-        self._reference = self._matmul(sizes.matmuls[0], dtype)
+        self.dtype = (
+            "bfloat16" if ours.device.type == "cuda" else "float32"
+        )  # alike with TF32 and without
+        self._reference = self._matmul(sizes.matmuls[0], self.dtype)
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
         """Seconds of one call of each variant."""
@@ -228,9 +230,9 @@ def _matmul(bench: _Bench, constants: Constants) -> Constants:
 
     The Triton kernel's rates are in proportion to cuBLAS's.
     """
-    overhead = bench.matmuls("float32", [(8, 8, 8)], REPEAT)[8, 8, 8]
-    narrow = bench.matmuls("float32", bench.sizes.narrow, REPEAT)
-    read = {(m, k, n): (m * k + k * n + m * n) * ITEMSIZE["float32"] for m, k, n in narrow}
+    overhead = bench.matmuls(bench.dtype, [(8, 8, 8)], REPEAT)[8, 8, 8]
+    narrow = bench.matmuls(bench.dtype, bench.sizes.narrow, REPEAT)
+    read = {(m, k, n): (m * k + k * n + m * n) * ITEMSIZE[bench.dtype] for m, k, n in narrow}
     bandwidth = statistics.median(read[size] / max(t - overhead, t / 2) for size, t in narrow.items())
     before, flops = constants, {}
     constants = replace(constants, memory_bandwidth=bandwidth, matmul_overhead=overhead)

@@ -57,6 +57,27 @@ def test_estimates_that_choose_slow_algorithms_are_refused() -> None:
     assert why is not None and "the 10 calls measured take 20% longer than with the fastest ones" in why
 
 
+@pytest.mark.parametrize("device_type", DEFAULTS)
+def test_planted_rates_are_found(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for waves that are not full, rows of a tile, and what sums take of a narrow matmul."""
+    truth, sizes = DEFAULTS[device_type], tune.SIZES[device_type]
+    gpu = SimpleNamespace(multi_processor_count=truth.num_sms)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+    def matmuls(dtype: str, sizes: Any, repeat: int = 1) -> dict[Any, float]:
+        return {size: truth.matmul(dtype, 1, *size) for size in sizes}
+
+    dtype = "float32" if truth.on_cpu else "bfloat16"
+    bench: Any = SimpleNamespace(device=torch.device(device_type), sizes=sizes, dtype=dtype, matmuls=matmuls)
+    wrong = dict.fromkeys(truth.matmul_flops, 1e9)
+    found = tune._matmul(bench, replace(truth, matmul_flops=wrong, memory_bandwidth=1e9, matmul_overhead=0.0))
+    assert found.memory_bandwidth == pytest.approx(truth.memory_bandwidth, rel=0.35 if truth.on_cpu else 0.15)
+    assert found.matmul_flops == pytest.approx(dict(truth.matmul_flops), rel=0.12)
+    ratios = {name: rate / 1e9 * truth.matmul_flops[name] for name, rate in truth.fused_flops.items()}
+    assert found.fused_flops == pytest.approx(ratios, rel=0.12)
+    assert found.num_sms == truth.num_sms
+
+
 def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of a machine that the model describes give back its overheads."""
     truth = replace(FAST, call_overhead={"unfused": 3e-4, "chunked": 2e-4}, chunk_overhead=1e-5)
