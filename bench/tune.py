@@ -187,9 +187,7 @@ class _Bench:
         self.samples: list[Sample] = []
         self.points: list[Point] = []
         self.references: list[float] = []  # times of the reference, one per measurement
-        self.dtype = (
-            "bfloat16" if ours.device.type == "cuda" else "float32"
-        )  # alike with TF32 and without
+        self.dtype = "bfloat16" if ours.device.type == "cuda" else "float32"  # alike with TF32 and without
         self._reference = self._matmul(sizes.matmuls[0], self.dtype)
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
