@@ -11,7 +11,7 @@ Rules exclude algorithms, each with its reason:
     a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
-    GPU, default numbers, decode sizes                  unfused     nobody has measured their overheads yet
+    GPU, default numbers, decode sizes                  unfused     nobody has measured them between GPUs yet
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
