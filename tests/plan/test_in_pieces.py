@@ -16,7 +16,6 @@ from fusedcomm.plan.cost import in_pieces, links, model
 from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.cost.model import Constants
 from fusedcomm.plan.geometry import shapes
-from fusedcomm.plan.geometry.cut import Splits
 from tests.plan.test_model import CALLS, CHUNK, CPU, FLOPS, GPU, close, collective, product
 
 NUM_PIECES = max(in_pieces.NUM_PIECES)
@@ -83,14 +82,6 @@ def test_sockets_take_a_cpus_time_and_nccl_takes_sms() -> None:
     assert copied == close(2 * 3 * CHUNK / 1e9)
     gpu = replace(GPU, num_sms=1, matmul_flops=matmul_takes(4.0))
     assert of(op, gpu)[1] == close(4 * 8 / 7)
-
-
-def test_parts_of_different_sizes_are_sent_as_large_as_the_largest() -> None:
-    op = "matmul_all_to_all"
-    splits = Splits(gather_splits=(1024, 512, 512, 512), rank=1)
-    uneven = shapes.matmul_all_to_all((512, 512), (512, 2048), None, 0, 1, 4, splits)
-    wire = replace(CPU, backend_bandwidth=wire_takes(op, 4.0))
-    assert in_pieces.fastest(op, uneven, "float32", wire)[1] == close(4.0)
 
 
 def test_links_across_hosts_are_those_of_data_sheets() -> None:

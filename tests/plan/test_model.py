@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusedcomm.bench.gpu_check import kernel_speed
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.memory import members
-from fusedcomm.plan.cost import model
+from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.model import DEFAULTS, Constants
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import Cut, Splits, parts_of_sizes
@@ -356,8 +356,10 @@ def test_parts_count_as_if_all_were_the_largest(rank: int) -> None:
     uneven = shapes.all_gather_matmul((sizes[rank], 512), ((512, 64),), 0, 4, Splits(rank=rank, gather_splits=sizes))
     even = shapes.all_gather_matmul((2000, 512), ((512, 64),), 0, 4)
     for constants in DEFAULTS.values():
-        found = [dict(model.estimate("all_gather_matmul", each, "float32", constants)) for each in (uneven, even)]
-        assert found[0] == found[1]
+        call = "float32", constants
+        found = [dict(model.estimate("all_gather_matmul", each, *call)) for each in (uneven, even)]
+        pieces = [in_pieces.seconds("all_gather_matmul", each, *call, num_pieces=4) for each in (uneven, even)]
+        assert found[0] == found[1] and pieces[0] == pieces[1]
 
 
 CROSSED = Cut(0, parts_of_sizes((3, 1)), parts_of_sizes((3, 1)))  # the largest part of either dim stays where it is
