@@ -10,7 +10,8 @@ from unittest import mock
 
 from fusedcomm.memory import members, segment
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops import dispatch, prepared
+from fusedcomm.ops import prepared
+from fusedcomm.plan import planner
 from tests.faults.cells import Cell, select
 
 
@@ -34,7 +35,7 @@ def keep_failures_to_itself() -> Any:
 
 
 def compare_no_fingerprints() -> Any:
-    return mock.patch.object(dispatch, "fingerprint_of", lambda *facts: 1)
+    return mock.patch.object(planner, "fingerprint_of", lambda *facts: 1)
 
 
 def leave_calls_unguarded() -> Any:

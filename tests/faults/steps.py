@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,7 +56,9 @@ FUSED = {
         )
     },
     "signal": "fusedcomm.kernels.triton.rounds:signal",
-    "wait": "fusedcomm.kernels.triton.rounds:wait",
+    # One look at all flags, or one flag
+    "wait": "fusedcomm.kernels.triton.copy:all_there fusedcomm.kernels.triton.rounds:all_there"
+    " fusedcomm.kernels.triton.rounds:wait",
     "end": "fusedcomm.memory.workspace:Workspace.launched",
     "result": "fusedcomm.memory.workspace:Workspace.empty",
 }
@@ -97,21 +99,27 @@ def at_step(algorithm: str, step: str, fault: Fault) -> AbstractContextManager[R
 
 
 @contextmanager
-def replaced(path: str, fault: Fault, only: Callable[..., bool] = lambda *args: True) -> Iterator[Reached]:
-    """Inside, the first call of ``module:Class.function`` in this process is one of ``fault``, of those that ``only``
-    is true for.
+def replaced(paths: str, fault: Fault, only: Callable[..., bool] = lambda *args: True) -> Iterator[Reached]:
+    """Inside, the first call of a ``module:Class.function`` in this process is one of ``fault``, of those that ``only``
+    is true for. ``paths``: one or several, with blanks between.
     """
     reached, lock = Reached(), threading.Lock()
-    owner_path, _, name = path.replace(":", ".").rpartition(".")
-    owner = pkgutil.resolve_name(owner_path)
-    function = getattr(owner, name)
 
-    def faulty(*args: Any, **kwargs: Any) -> Any:
+    def faulty(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with lock:
             first = not reached.yes and only(*args)
             reached.yes |= first
         go_on = partial(function, *args, **kwargs)
         return fault(go_on) if first else go_on()
 
-    with mock.patch.object(owner, name, faulty):
+    with ExitStack() as patches:
+        for path in paths.split():
+            owner_path, _, name = path.replace(":", ".").rpartition(".")
+            owner = pkgutil.resolve_name(owner_path)
+            patches.enter_context(mock.patch.object(owner, name, _bound(faulty, getattr(owner, name))))
         yield reached
+
+
+def _bound(faulty: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, so that a method among those replaced gets its object."""
+    return lambda *args, **kwargs: faulty(function, *args, **kwargs)

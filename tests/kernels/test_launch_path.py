@@ -312,7 +312,8 @@ def test_parts_of_tensors_are_taken(calls: list[dict[str, Any]]) -> None:
     assert not [case for case in cases if case["refused"]]
     by_tma = {case["case"] for case in cases if case["tensor_maps"]}
     of_w = {f"gather, {x}" for x in ("a row of a wider x", "x behind an odd address")}
-    assert by_tma == {"push, a row of a wider x", "push, columns of a wider w", "gather, columns of a wider w", *of_w}
+    both = {f"{kernel}, {x}" for kernel in ("push", "gather") for x in ("columns of a wider w", "batches of w apart")}
+    assert by_tma == {"push, a row of a wider x", *both, *of_w}
 
 
 @pytest.mark.thorough

@@ -93,7 +93,7 @@ def test_the_order_checker_can_fail(ptx: str, count: int) -> None:
 
 
 COUNTER, FLAG = r"atom\.global\.gpu\.acq_rel\.add", r"atom\.global\.sys\.release\.exch"
-POINTERS = "gather K short runs"  # chunks and w by pointer, on every architecture
+POINTERS = "gather ragged"  # chunks and w by pointer, on every architecture
 POLL = r"(?:ld|atom)\.global\.sys\.acquire(?:\.add)?\.(?:u|b)64"
 STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r1, %r1, %r1 };"
 TMA_STORE = (
