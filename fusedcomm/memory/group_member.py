@@ -74,6 +74,7 @@ class Member:
     )
     plans: dict[Hashable, Plan] = field(default_factory=dict)  # by kind of call
     prepared: Any = None  # native.PreparedCalls: the natively loaded plans
+    generation: int = 0  # of plans
     plan_bytes: int = 0  # of all plans, here and there
 
     @property
@@ -274,6 +275,7 @@ class Member:
         """Drop the plans of earlier calls: they are for another workspace or other decisions, or too large."""
         self.plans.clear()
         self.plan_bytes = 0
+        self.generation += 1
         if self.prepared is None:
             return
         with self.lock:  # a thread may be in a call
@@ -282,11 +284,12 @@ class Member:
             else:
                 self.prepared.begin(self.resets, *self.workspace.for_plans())
 
-    def keep(self, kind: Hashable, plan: Plan) -> None:
-        """Keep the plan of a finished call, unless lack of memory forced another plan."""
-        if kind not in self.plans and plan.reason != self.unavailable:
-            self.count_plan(plan.num_bytes)
-            self.plans[kind] = plan
+    def keep(self, kind: Hashable, plan: Plan, generation: int) -> None:
+        """Keep the plan of a finished call, unless lack of memory forced another plan, or all were dropped since."""
+        with self.lock:
+            if kind not in self.plans and plan.reason != self.unavailable and generation == self.generation:
+                self.plans[kind] = plan
+                self.count_plan(plan.num_bytes)
 
     def count_plan(self, num_bytes: int) -> None:
         """Count a new plan. If the total is too large, all are dropped, and later calls are planned anew."""

@@ -208,7 +208,8 @@ def _all_members(op: str, group: Group) -> Iterator[list[tuple[Member, int]]]:
             if device.type in shared and each.topology.no_workspace is None
         }
         for each in known.members.values():
-            each.outcomes.clear()  # a failure may have left ranks with different ones
+            each.outcomes.clear()  # a failure may have left ranks with different ones, and plans made by them
+            each.plans.clear()
         known.errors.clear()
         devices = sorted(known.members, key=str)
         yield [(known.members[d], max(fact["slots"][d.type] for fact in facts)) for d in devices]

@@ -68,6 +68,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
             assert ours is not None
             with ours.lock:
                 plan, memory = _begin(spec, args, plan, ours, record, kind)
+                generation = ours.generation
                 if plan.has_workspace:
                     ran = calls.run(plan, memory, *program)
                     if is_capturing(ours.device):  # replays will move the epoch that plans count on the host
@@ -78,7 +79,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
                         ours.loaded.add((kind, memory.memory_facts().slot_bytes))
             if not plan.has_workspace:  # without the lock, as gloo's waits may be long
                 ran = calls.run(plan, memory, *program)
-            ours.keep(key, plan)
+            ours.keep(key, plan, generation)
             return _results(spec, args, ran)
 
 

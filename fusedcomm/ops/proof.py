@@ -49,13 +49,13 @@ _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes p
 
 
 def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
-    """Whether the planned algorithm still needs a proof; equal on all ranks.
+    """Whether the planned algorithm still needs a proof, or has failed it in another thread; equal on all ranks.
 
     ``uneven``: the parts of the call differ in size.
     """
     if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
-    return ours.topology.name_of_proof(plan.op, plan.algorithm, dtype, uneven) not in ours.outcomes
+    return ours.outcomes.get(ours.topology.name_of_proof(plan.op, plan.algorithm, dtype, uneven)) != ""
 
 
 @outside_modes()
@@ -70,6 +70,8 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
             f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
         )
     name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
+    if name in ours.outcomes:
+        return ours.outcomes[name]
     problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
     try:

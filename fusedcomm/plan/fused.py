@@ -74,6 +74,7 @@ def _identity(s: Builder, x: Tensor) -> Tensor:
     """In place of w where x is the product: `chunked` copies it to slots that a CUDA graph would fix. A row with an inf
     becomes NaN.
     """
+    s.device = s.device._replace(allow_tf32=False)  # which would round x
     made = s.temporary((x.shape[-1], x.shape[-1]), x.dtype)
     s.update(made, "fill_", 0)
     s.update(made.diagonal(), "fill_", 1)
@@ -123,7 +124,7 @@ def gather_matmul(
                 launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own)
         if gathered is not None:
             with s.lane("copy"):
-                launches.unpack(s, gathered, spans, own=own, arrived=True)
+                launches.unpack(s, gathered, spans, own=own, arrived=any(out.numel() for out in outs))
         if by_copy:  # x may be freed
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))

@@ -76,8 +76,7 @@ def pack_kernel(
 
     Without OWN this rank's chunk is taken from the tensor, and only signalled.
 
-    The kernel waits for nothing: a slot is free by rule 1 of the protocol. It counts programs, not tiles: the own
-    signal then says that every program has read the epoch, which a kernel beside this one may count on from there.
+    The kernel waits for nothing: a slot is free by rule 1 of the protocol. It counts programs, not tiles.
     """
     pack = Span(*pack)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)

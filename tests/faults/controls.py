@@ -13,6 +13,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import prepared
 from fusedcomm.plan import planner
 from tests.faults.cells import Cell, select
+from tests.helpers.spies import drop_plans
 
 
 def ignore_broken_words() -> Any:
@@ -35,6 +36,7 @@ def keep_failures_to_itself() -> Any:
 
 
 def compare_no_fingerprints() -> Any:
+    drop_plans()  # those of the calls before have theirs
     return mock.patch.object(planner, "fingerprint_of", lambda *facts: 1)
 
 

@@ -37,7 +37,7 @@ MIRRORED: Mirrors = {
     "model.ProtocolModel: failures and resets": {
         "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "394142365cdb"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
-        "fusedcomm/memory/members.py": ("_all_members reset", "6bdd0ab135ed"),
+        "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
             "869ce0092f63",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.errors import PeerMismatchError
 from fusedcomm.plan import planner
+from fusedcomm.run.group_collectives import begin
 from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
@@ -83,6 +84,24 @@ def test_a_collective_is_under_way_beside_every_matmul_but_the_first(rank: int, 
     assert num_collectives * plan.num_rounds == len(begun.bytes_to_a_peer)
     assert plan.sent_bytes == begun.sent_bytes
     assert f"pipelined, {plan.num_rounds} pieces, " in str(plan) and str(plan).endswith("MiB sent (forced)")
+
+
+@on_ranks(2)
+def test_a_wait_is_for_one_collective(rank: int) -> None:
+    """Not for a later one, which the other rank begins only when this rank has waited for the first."""
+    (sent, *received), group = torch.zeros(5, 2, 8).unbind(), dist.group.WORLD
+    assert group is not None
+    flat, store = [each.view(-1) for each in received], dist.distributed_c10d._get_default_store()
+    first = begin("all_gather", group.group_name, flat[0], sent[0])
+    if rank == 0:
+        second = begin("all_gather", group.group_name, flat[1], sent[0])
+        first()
+        store.set("waited for the first", "yes")
+    else:
+        first()
+        store.wait(["waited for the first"])
+        second = begin("all_gather", group.group_name, flat[1], sent[0])
+    second()
 
 
 @on_ranks(3)
