@@ -99,7 +99,16 @@ def all_gather_matmul(
         gate, up = fusedcomm.all_gather_matmul(x, [w_gate, w_up], gather_dim=1)
         assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
-    check_types(x, w, bias, op="all_gather_matmul", group=group, lists=True, gather_dim=gather_dim)
+    check_types(
+        x,
+        w,
+        bias,
+        op="all_gather_matmul",
+        group=group,
+        lists=True,
+        gather_dim=gather_dim,
+        splits=(gather_splits, gather_size),
+    )
     group_size, group_name = resolve(group)
     ws, biases = lists_of(w, bias)
     keep = bool(save_gathered) and torch.is_grad_enabled() and any(each.requires_grad for each in ws)

@@ -81,7 +81,16 @@ def all_to_all_matmul(
         y = fusedcomm.all_to_all_matmul(x, w, gather_dim=-2, scatter_dim=1)
         assert y.shape == (2, 4, 5)  # [batch, tokens / R, N]
     """
-    check_types(x, w, bias, op="all_to_all_matmul", group=group, gather_dim=gather_dim, scatter_dim=scatter_dim)
+    check_types(
+        x,
+        w,
+        bias,
+        op="all_to_all_matmul",
+        group=group,
+        gather_dim=gather_dim,
+        scatter_dim=scatter_dim,
+        splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
+    )
     group_size, group_name = resolve(group)
     keep = bool(save_exchanged) and torch.is_grad_enabled() and w.requires_grad
     divisible = splits.divides(group_size, x.shape, scatter_dim)

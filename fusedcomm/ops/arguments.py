@@ -31,10 +31,14 @@ def check_types(
     scatter_dim: Any = 0,
     out_shape: Any = None,
     partial_bias: Any = None,
+    reduce_op: Any = "sum",
+    splits: tuple[Any, ...] = (),
 ) -> None:
-    """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types.
+    """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types;
+    ValueError where splits exclude each other.
 
-    ``lists``: w and bias may be lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
+    ``splits``: the arguments of `check_splits`. ``lists``: w and bias may be lists of these. ``op``: peers on ``group``
+    hear of its error, if they compare calls.
     """
     try:
         check_tensor("x", x)
@@ -51,14 +55,18 @@ def check_types(
             _check_sizes("out_shape", out_shape)
         if partial_bias is not None:
             check_tensor("partial_bias", partial_bias)
-    except TypeError as error:
+        if type(reduce_op) is not str:
+            reduce_op_name(reduce_op)
+        if any(each is not None for each in splits):
+            check_splits(*splits)
+    except (TypeError, ValueError) as error:
         if op and isinstance(x, Tensor):
             tell_peers(op, resolve(group)[1], x, error)
         raise
 
 
-def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any, scatter_ranges: Any) -> None:
-    """Raise TypeError unless each is None or of the schema's type."""
+def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any = None, scatter_ranges: Any = None) -> None:
+    """Raise TypeError unless each is None or of the schema's type, ValueError if two say the same."""
     if gather_splits is not None:
         _check_sizes("gather_splits", gather_splits)
     if gather_size is not None:
@@ -67,6 +75,8 @@ def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any, scat
         _check_sizes("scatter_splits", scatter_splits)
     if scatter_ranges is not None:
         _check_ranges("scatter_ranges", scatter_ranges)
+        if scatter_splits is not None:
+            raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
 
 
 def check_tensor(name: str, t: Any) -> None:

@@ -87,6 +87,7 @@ def matmul_all_to_all(
         gather_dim=gather_dim,
         scatter_dim=scatter_dim,
         out_shape=out_shape,
+        splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
     )
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)

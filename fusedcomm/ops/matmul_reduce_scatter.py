@@ -80,7 +80,17 @@ def matmul_reduce_scatter(
         y = fusedcomm.matmul_reduce_scatter(x, w, scatter_dim=1)
         assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
-    check_types(x, w, bias, op="matmul_reduce_scatter", group=group, scatter_dim=scatter_dim, partial_bias=partial_bias)
+    check_types(
+        x,
+        w,
+        bias,
+        op="matmul_reduce_scatter",
+        group=group,
+        scatter_dim=scatter_dim,
+        partial_bias=partial_bias,
+        reduce_op=reduce_op,
+        splits=(None, None, scatter_splits, scatter_ranges),
+    )
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
     divisible = splits.divides(group_size, splits.shape_of_product(x, w), scatter_dim)

@@ -37,8 +37,6 @@ def splits_of(
     sizes = None if gather_splits is None else list(gather_splits)
     starts, lengths = None, None if scatter_splits is None else list(scatter_splits)
     if scatter_ranges is not None:
-        if scatter_splits is not None:
-            raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
         starts, lengths = [start for start, _ in scatter_ranges], [size for _, size in scatter_ranges]
     return Splits(sizes, gather_size, starts, lengths, rank_of(group_name))
 

@@ -370,4 +370,8 @@ def test_what_one_rank_finds_wrong_all_raise(rank: int, algorithm: str) -> None:
                 expected = (ValueError, TypeError) if rank == 1 else fusedcomm.PeerMismatchError
                 with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
                     call(wrong, w, group=group)
+            both = {"scatter_splits": [3, 3], "scatter_ranges": [(0, 3), (3, 3)]}
+            options = {"reduce_op": 3} if call is fusedcomm.matmul_all_reduce else both
+            with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
+                call(torch.ones(4, 8), w, group=group, **(options if rank else {}))
             assert (call(torch.ones(4, 8), w, group=group) > 0).all()

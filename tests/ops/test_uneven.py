@@ -272,12 +272,12 @@ def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
 
 
 @on_ranks(4)
-def test_a_plan_counts_what_several_ranks_get_once(rank: int) -> None:
-    """On all ranks alike, though of other tokens each has its own."""
+def test_a_plan_is_equal_on_all_ranks(rank: int) -> None:
+    """Each has other parts."""
     one, four = into_attention(2048, 1, scatter=replicas(4, 1)), into_attention(2048, 4)
     skewed = into_attention(2003, 4, gather=(2000, 1, 1, 1))
     found = [case.explain(rank, None, 4).reason for case in (one, four, skewed)]
-    assert found[0] != found[1] and all("estimated" in reason for reason in found)
+    assert all("estimated" in reason for reason in found)
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, found)
     assert everyone == [found] * 4
