@@ -188,11 +188,12 @@ def reduce(
     scale: float,
     *,
     beside: bool = False,
+    arrived: bool = False,
 ) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
     A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
-    ``beside``: as in `unpack`.
+    ``beside`` and ``arrived``: as in `unpack`.
     """
     span = spans.at(s.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
@@ -213,7 +214,7 @@ def reduce(
         block,
     )
     options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps * in_sm))}
-    kind = _copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived=False)
+    kind = _copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived)
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = _num_programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     _launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
