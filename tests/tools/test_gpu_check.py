@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -167,6 +168,11 @@ def test_the_halves_fit_and_their_parts_are_modules() -> None:
         for part in half:
             assert importlib.util.find_spec(part.module) is not None
             assert part.case_s <= part.limit_s < check_parts.HALF_S
+
+
+def test_every_job_goes_to_another_process() -> None:
+    for jobs in compile_kernels.JOBS.values():
+        pickle.dumps(dict(jobs()))
 
 
 def test_every_row_of_speeds_has_cases() -> None:
