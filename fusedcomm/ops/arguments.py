@@ -57,8 +57,10 @@ def check_types(
             check_tensor("partial_bias", partial_bias)
         if type(reduce_op) is not str:
             reduce_op_name(reduce_op)
-        if any(each is not None for each in splits):
-            check_splits(*splits)
+        for each in splits:
+            if each is not None:
+                check_splits(*splits)
+                break
     except (TypeError, ValueError) as error:
         if op and isinstance(x, Tensor):
             tell_peers(op, resolve(group)[1], x, error)
