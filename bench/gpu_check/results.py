@@ -26,7 +26,7 @@ def record(results: Sequence[PartResult], run: Mapping[str, Any], machine: Mappi
     cases = {}
     for result in results:
         for name, case in result.cases.items():
-            error = {"error": str(case.get("error"))[:MOST_ERROR]} if not case["ok"] else {}
+            error = {} if case["ok"] else {"error": str(case.get("error")).replace(f"{ROOT}/", "")[:MOST_ERROR]}
             said = {key: case[key] for key in (*SAID, "found") if case.get(key) is not None}
             cases[f"{result.part}/{name}"] = said | error
     facts = machine or {}

@@ -42,7 +42,7 @@ def splits_of(
 
 
 def shape_of_product(x: Tensor, w: Tensor, out_shape: Sizes | None = None) -> Sizes:
-    """Of ``x @ w``, viewed as out_shape says. A slice of a plain tuple takes a third of one of a torch.Size."""
+    """Shape of ``x @ w``, viewed as out_shape says. A slice of a plain tuple takes a third of one of a torch.Size."""
     return (*tuple(x.shape)[:-1], *(out_shape or tuple(w.shape)[-1:]))
 
 

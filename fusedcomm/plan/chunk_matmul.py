@@ -144,7 +144,7 @@ class GatheredMatmul:
 
     @staticmethod
     def _batches(t: Tensor, spans: ChunkSpans) -> Tensor:
-        """Of a round; where K is gathered, no rank has batches to itself."""
+        """Batches of a round; where K is gathered, no rank has batches to itself."""
         return _narrow(t, 0, spans.batches)
 
     @classmethod

@@ -379,6 +379,6 @@ def _num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:
 
 
 def _gather_shape(spans: RoundSpans, num_n: int, count: int, num_parts: int) -> tiles.Shape:
-    """Of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
+    """The work of gather_matmul_kernel: one matmul for each source, or a single one that adds up all sources."""
     columns = Span(num_n, 0, max(num_n, 1), 0, 0)
     return tiles.Shape(spans.batches.size, spans.rows, columns, spans.columns.size, count, num_parts=num_parts)

@@ -73,7 +73,7 @@ def column_index(first, begin, peer, span, IN_RUNS: tl.constexpr):
 
 @triton.jit
 def tile_indices(first, peer, span, BLOCK: tl.constexpr, IN_RUNS: tl.constexpr):
-    """Where the indices of a tile lie [BLOCK], 64 bits wide; in a run the compiler sees that they are consecutive."""
+    """Offsets of the indices of a tile [BLOCK], 64 bits wide; in a run the compiler sees that they are consecutive."""
     offsets = tl.arange(0, BLOCK)
     return span_index(first, peer, span, IN_RUNS == 2) + offsets if IN_RUNS else span_index(first + offsets, peer, span)
 
@@ -135,7 +135,7 @@ def load_x_box(x, rows, k):
 
 @triton.jit
 def row_of_batch(w, batch, sizes, W_TRANSPOSED: tl.constexpr, PARTS: tl.constexpr = 1):
-    """Where a batch begins in w's descriptor: at a row, or at an index in front, PARTS per batch."""
+    """Start of a batch in w's descriptor: a row, or an index in front, PARTS per batch."""
     rows = sizes.N if W_TRANSPOSED else sizes.K
     return (batch * (rows if len(w.block_shape) == 2 else PARTS)).to(tl.int32)
 

@@ -83,7 +83,7 @@ def named(spans, UNIT: tl.constexpr):
 
 @triton.jit
 def span_index(i, peer, span, ONE_RUN: tl.constexpr = False):
-    """Where index i of a peer's part of a Span lies, 64 bits wide. A division takes a matmul's tile 100 ns."""
+    """Offset of index i of a peer's part of a Span, 64 bits wide. A division takes a matmul's tile 100 ns."""
     first = tl.cast(span.start, tl.int64) + tl.cast(peer, tl.int64) * span.peer_stride
     if ONE_RUN:
         at = first + i

@@ -57,6 +57,19 @@ def check(group: Any, problem: Problem, out: Any, seed: int = 0) -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
+def refuse_a_forked_child(group: Any, problem: Problem) -> None:
+    """A call in a child must be refused, and this process goes on."""
+    if (child := os.fork()) == 0:
+        try:
+            call(group, problem)
+        except RuntimeError as error:
+            os._exit(7 if "was forked from rank" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    dist.barrier(group)
+    check(group, problem, call(group, problem, 1), 1)
+
+
 def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str | None, calls: int) -> None:
     """Make ``calls`` calls back to back with fresh data, so that both slots are used several times."""
     size = dist.get_world_size()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,7 +19,7 @@ from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.schedule import Launch, Wait
 from fusedcomm.run.python_executor import Execution
 from tests.faults.steps import at_step
-from tests.helpers.groups import call, check, fresh_group
+from tests.helpers.groups import call, check, fresh_group, refuse_a_forked_child
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import PROBLEMS, Problem, integers
 from tests.helpers.tiers import thorough_but
@@ -118,16 +117,7 @@ def test_a_forked_child_is_no_rank(rank: int) -> None:
     """A forked child shares the parent's mapping; it must not take part in the protocol."""
     with fresh_group() as group:
         check(group, HEADS, call(group, HEADS))
-        child = os.fork()
-        if child == 0:
-            try:
-                call(group, HEADS)
-            except RuntimeError as error:
-                os._exit(7 if "was forked from rank" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        dist.barrier(group)
-        check(group, HEADS, call(group, HEADS, 1), 1)
+        refuse_a_forked_child(group, HEADS)
 
 
 @on_ranks(3)

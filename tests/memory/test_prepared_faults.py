@@ -23,7 +23,7 @@ import fusedcomm
 from fusedcomm.memory import flight_recorder
 from fusedcomm.ops import prepared
 from tests.faults import prepared_calls
-from tests.helpers.groups import call, check, member_of
+from tests.helpers.groups import call, check, member_of, refuse_a_forked_child
 from tests.helpers.heaps import in_child
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import check_prepared, python_calls, started_group
@@ -251,16 +251,7 @@ def test_plans_hold_nothing_alive(rank: int) -> None:
 @on_ranks(2)
 def test_a_forked_child_is_no_rank(rank: int) -> None:
     with prepared_group() as group:
-        child = os.fork()
-        if child == 0:
-            try:
-                call(group, HEADS)
-            except RuntimeError as error:
-                os._exit(7 if "was forked from rank" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        dist.barrier(group)
-        check(group, HEADS, call(group, HEADS, 1), 1)
+        refuse_a_forked_child(group, HEADS)
 
 
 @on_ranks(2)

@@ -357,6 +357,28 @@ def test_a_capture_is_refused_with_what_to_call_first(monkeypatch: pytest.Monkey
         proof.prove(PUSH.op, "fused", torch.bfloat16, gpu_member(), False)
 
 
+def test_an_algorithm_that_failed_in_another_thread_is_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made before: without a second proof, whose votes the peers would not join."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ours, plan = gpu_member(), Plan(PUSH.op, "fused", "estimated")
+    name = ours.topology.name_of_proof(PUSH.op, "fused", torch.bfloat16, False)
+    for outcome in ("wrong values", ""):
+        ours.outcomes[name] = outcome
+        assert proof.is_unproved(plan, torch.bfloat16, ours, False) is bool(outcome)
+        assert proof.prove(PUSH.op, "fused", torch.bfloat16, ours, False) == outcome
+
+
+def test_a_plan_of_an_older_generation_is_not_kept() -> None:
+    """All were dropped, by a reset say, while its call ran."""
+    ours, plan = gpu_member(), Plan(PUSH.op, "unfused", "estimated")
+    before = ours.generation
+    ours.prepare_anew()
+    ours.keep("a kind", plan, before)
+    assert not ours.plans
+    ours.keep("a kind", plan, ours.generation)
+    assert ours.plans == {"a kind": plan}
+
+
 def test_gpus_prove_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert topology._must_prove(GPU) and not topology._must_prove(CPU)
     monkeypatch.setenv("FUSEDCOMM_PROVE", "0")

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm.kernels.triton.bundles import Traits
 from fusedcomm.memory import stream_writes, topology
 from fusedcomm.plan import fused
-from fusedcomm.plan.builder import Device
+from fusedcomm.plan.builder import Device, build, layout_of
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.schedule import Launch
 from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers.schedule.programs import GPU as SM_90
+from tests.helpers.schedule.programs import memory_of
 
 MIB = 1 << 20
 
@@ -53,3 +58,39 @@ def test_a_workspace_knows_what_is_for_a_capture(
     monkeypatch.setattr(stream_writes, "available", lambda device: True)
     with fusedcomm.before_capture():
         assert found.device_facts().for_capture == for_capture
+
+
+def launches_of(program: Any, exchange: Any, device: Device, *operands: Any, **facts: Any) -> list[Launch]:
+    made = build(program, exchange, memory_of(0, 2, 1 << 27), device, operands, **facts)
+    return [step.work for step in made.steps if isinstance(step.work, Launch)]
+
+
+@pytest.mark.parametrize("has_w", [True, False])
+def test_a_sum_in_a_graph_is_not_rounded_to_tf32(has_w: bool) -> None:
+    """x is multiplied by an identity there."""
+    x, w = (layout_of(torch.empty(64, 64, device="meta")) for _ in range(2))
+    exchange = shapes.matmul_reduce_scatter((64, 64), (64, 64), "sum", 0, 2)
+    device = SM_90._replace(for_capture=True, allow_tf32=True)
+    operands = x, w if has_w else None, None, None, None
+    found = [
+        each.allow_tf32
+        for launch in launches_of(fused.push_reduce, exchange, device, *operands, scale=1.0)
+        for each in launch.arguments
+        if isinstance(each, Traits)
+    ]
+    assert found == [has_w]
+
+
+@pytest.mark.parametrize("num_columns", [0, 64])
+def test_the_gathered_x_is_waited_for_where_no_kernel_gathers(num_columns: int) -> None:
+    """Without columns nothing in front of its copy-out has waited."""
+    x, w = (
+        layout_of(torch.empty(*shape, dtype=torch.bfloat16, device="meta"))
+        for shape in ((2048, 4096), (4096, num_columns))
+    )
+    exchange = shapes.all_gather_matmul((2048, 4096), [(4096, num_columns)], 0, 2)
+    device = SM_90._replace(least_copied=1 << 62)
+    found = launches_of(fused.gather_matmul, exchange, device, x, [w], [None], return_gathered=True)
+    kernels = [launch.kernel.partition(".")[2] for launch in found]
+    in_front = kernels[kernels.index("unpack_kernel") - 1]
+    assert in_front == ("gather_matmul_kernel" if num_columns else "finish_kernel")

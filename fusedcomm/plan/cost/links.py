@@ -37,7 +37,7 @@ HOP = {INTRA: 2e-6, INTER: 5e-6}
 
 @dataclass(frozen=True)
 class Reach:
-    """What a group spans; the same on all its ranks."""
+    """The extent of a group; equal on all its ranks."""
 
     link: str
     group_size: int

@@ -66,7 +66,7 @@ SUMMED = {"cuda": 0.75, "cpu": 1.0}  # rate of a sum to `unpack`'s: 3.14, 2.84, 
 
 @dataclass(frozen=True)
 class Constants:
-    """What one rank's machine can do, in seconds, bytes per second and FLOP per second.
+    """Rates of one rank's machine, in seconds, bytes per second and FLOP per second.
 
     Mappings go by dtype, kind of collective or algorithm. A dtype is torch's name, or "tf32" for float32 whose matmuls
     may round their inputs.
@@ -146,7 +146,7 @@ class Constants:
         return num_bytes / self.unpack_bandwidth + self.copy_overhead
 
     def reduce(self, chunk_bytes: float, group_size: int) -> float:
-        """Of the sum of as many chunks: it reads all of them, and writes one."""
+        """Seconds of a sum of group_size chunks: it reads all of them, and writes one."""
         return self.unpack((group_size + 1) / 2 * chunk_bytes / SUMMED[self.device_type])
 
     def transfer(self, num_bytes: float) -> float:
@@ -372,7 +372,7 @@ class TimedCall:
         return sum(self.constants.matmul(self.dtype, *sizes, n, fused) for n in self.ns)
 
     def chunk_matmul(self, num_chunks: int = 1, pieces: int = 1, fused: bool = False) -> float:
-        """Of so many chunks in one kernel, whose tiles end with the chunks, and whose rows are cut into pieces."""
+        """Seconds of num_chunks in one kernel: tiles end with the chunks, and rows are cut into pieces."""
         exchange = self.exchange
         batches, m, k, part = float(num_chunks * exchange.num_batches), exchange.num_rows / pieces, exchange.k, 1
         if exchange.splits_rows:

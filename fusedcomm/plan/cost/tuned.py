@@ -30,7 +30,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def key(device: torch.device, group_size: int, num_hosts: int = 0) -> dict[str, Any]:
-    """What the numbers depend on: they are valid only where all of this is the same.
+    """The facts that the numbers depend on: they are valid only where all of this is the same.
 
     ``num_hosts``: the hosts of a group that can have no workspace; 0 for one that can.
     """

@@ -211,10 +211,6 @@ class Exchange:
     def _scatter_dim(self) -> int | None:
         return self.packed[1] if self.gathers else self.split_dim
 
-    def shape_on(self, rank: int) -> list[int]:
-        """``shape`` as another rank has it."""
-        return self._chunk_shape(None, rank) if self.gathers else self._chunk_shape(rank, None)
-
     def _chunk_shape(self, src_rank: int | None, dst_rank: int | None) -> list[int]:
         """``shape`` with src_rank's part of the gathered dim, and dst_rank's of the scattered one."""
         sizes = list(self.shape)

@@ -1,1 +1,1 @@
-"""What schedules enqueue on GPUs, without one: checked for races and blocked waits, and timed by a simulator."""
+"""Schedules as GPUs get them, without one: checked for races and blocked waits, and timed by a simulator."""

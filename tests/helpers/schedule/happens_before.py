@@ -1,4 +1,4 @@
-"""What surely comes before what, over all ranks, and the accesses that nothing orders.
+"""The order that holds over all ranks, and the accesses that nothing orders.
 
 Edges: a stream runs its operations in order; an event puts operations before others; a signal (release)
 comes before the wait (acquire) that needs it. Two accesses to the same bytes, one of which writes, must be ordered. The

@@ -1,4 +1,4 @@
-"""What each Triton kernel of the package does: whom it waits for, what it reads and writes, whom it signals.
+"""Effects of each Triton kernel of the package: whom it waits for, what it reads and writes, whom it signals.
 
 The programs of a kernel go through its steps together: each step has its own wait or signal, and what a program does in
 a step comes after what it did in the step before.

@@ -16,7 +16,7 @@ _RESERVED_BYTES = 1 << 10  # each program takes them from shared memory
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one program holds."""
+    """Resources of one program."""
 
     warps: int
     registers: int  # each thread has these

@@ -1,4 +1,4 @@
-"""What a rank enqueues: operations on streams, each of which waits, reads, writes and signals in steps."""
+"""Work that a rank enqueues: operations on streams, each of which waits, reads, writes and signals in steps."""
 
 from __future__ import annotations
 

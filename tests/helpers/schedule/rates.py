@@ -1,4 +1,4 @@
-"""What the simulator reckons with: the cost model's constants and published figures of an H200.
+"""Rates of the simulator: the cost model's constants and published figures of an H200.
 
 The source of each figure stands beside it. [P] is published, [M] modelled from published figures, [G] a guess.
 """
