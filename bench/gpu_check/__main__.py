@@ -35,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (text := spoken(line)) is not None:
                 print(text, flush=True)
 
-        command = shlex.join(["python", "-m", "fusedcomm.bench.gpu_check", *(sys.argv[1:] if argv is None else argv)])
+        given = [
+            Path(each).name if Path(each) == args.json else each for each in (sys.argv[1:] if argv is None else argv)
+        ]
+        command = shlex.join(["python", "-m", "fusedcomm.bench.gpu_check", *given])
         run = {"command": command, "date": now, "device": args.device, "budget_s": seconds}
         write({"run": run})
         with tempfile.TemporaryDirectory() as cache:  # proofs are this run's own
