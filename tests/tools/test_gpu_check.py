@@ -275,7 +275,7 @@ def test_the_command_writes_what_it_ran_on(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "new" / "check.jsonl"
     assert main(["--device", "cpu", "--only", "machine", "--json", str(file)]) == 0
     first, case, part, last = map(json.loads, file.read_text().splitlines())
-    command = f"python -m fusedcomm.bench.gpu_check --device cpu --only machine --json {file}"
+    command = f"python -m fusedcomm.bench.gpu_check --device cpu --only machine --json {file.name}"
     assert first["run"]["command"] == last["summary"]["command"] == command
     found = last["summary"]["machine"]
     assert found == case["found"] and found["versions"]["torch"] == torch.__version__
