@@ -47,9 +47,9 @@ class Topology:
     measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
     backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
 
-    def name_of_proof(self, op: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
+    def name_of_proof(self, kind: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
         """``uneven``: with parts of different sizes, separate code in the algorithms."""
-        name = f"{op} {algorithm} {str(dtype).removeprefix('torch.')}{' uneven' if uneven else ''}"
+        name = f"{kind} {algorithm} {str(dtype).removeprefix('torch.')}{' uneven' if uneven else ''}"
         if algorithm == "pipelined" and self.backend_sums:
             return f"{name} with sums of the backend"
         return name

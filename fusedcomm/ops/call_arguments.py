@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry.cut import EVEN, Splits
 
 
@@ -26,6 +27,7 @@ class Arguments(NamedTuple):
     return_gathered: bool = False  # return_exchanged in all_to_all_matmul
     partial_bias: Tensor | None = None
     out: Tensor | None = None
+    wire: str = CALL
     k: int | None = None  # of the call that this one is to the other ranks, where its own K may differ
 
     @property

@@ -1,8 +1,9 @@
 """FUSEDCOMM_CHECK=1: before a call all ranks compare it, for every algorithm. Where it differs, nothing is sent and all
 ranks raise the same error.
 
-The check is stricter than the ops: a bias and a by-product must be asked for by all ranks or by none, and chunked may
-not meet fused. Strides may differ. It costs some milliseconds, as the ranks meet at the store of the process group.
+The check of calls by name is stricter than the ops: a bias and a by-product must be asked for by all ranks or by none,
+and chunked may not meet fused. Strides may differ. Where ops stand for the collectives of a program, those are
+compared. It costs some milliseconds, as the ranks meet at the store of the process group.
 While a CUDA graph is captured the check runs once; its replays are not checked.
 """
 
@@ -25,12 +26,15 @@ from fusedcomm.memory import flight_recorder, group
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.call_plan import CALL, Plan
+from fusedcomm.plan.cost.model import KINDS
 
 _MOST_LETTERS = 512  # of an error
 
 
-def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, *, bias: Any, by_product: bool) -> None:
+def same_call(
+    record: flight_recorder.Record, plan: Plan, ours: Member, wire: str, *, bias: Any, by_product: bool
+) -> None:
     """Compare the call with the other ranks', in a bounded collective. ``bias``: a tensor or None, or a list of these.
 
     Raises PeerMismatchError where the calls differ, and PeerTimeoutError where a rank does not come. Nothing has been
@@ -39,7 +43,7 @@ def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, *, bias:
     if plan.has_workspace:
         ours.enter(record.op, plan.fingerprint)  # raises if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
-    calls = _all_calls(ours, record.op, facts_of(record, plan, bias, by_product))
+    calls = _all_calls(ours, record.op, facts_of(record, plan, wire, bias, by_product))
     for rank, call in enumerate(calls):
         if "error" in call:
             text = f"rank {rank} found its input wrong: {call['error']}"
@@ -62,9 +66,20 @@ def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, An
     return [each["call"] for each in found]
 
 
-def facts_of(record: flight_recorder.Record, plan: Plan, bias: Any, by_product: bool) -> dict[str, Any]:
+def facts_of(record: flight_recorder.Record, plan: Plan, wire: str, bias: Any, by_product: bool) -> dict[str, Any]:
     """The call as JSON. The most telling fields come first."""
     is_even = record.exchange is None or record.exchange.cut is None
+    if wire != CALL and plan.exchange is not None:
+        return {
+            "op": KINDS[record.op],
+            "wire": wire,
+            "chunk": list(plan.exchange.chunk_facts(plan.num_rounds)),
+            "dtype": record.dtype_name,
+            "rounds": plan.num_rounds,
+            "slot bytes": plan.slot_bytes,
+            "number of the call": record.number,
+            "version": _version(),
+        }
     return {
         "op": record.op,
         **record.arguments,

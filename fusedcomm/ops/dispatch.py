@@ -19,7 +19,7 @@ from fusedcomm.ops.prepared import Seen
 from fusedcomm.ops.table import OpSpec
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.call_plan import CALL, Plan
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_out
@@ -34,6 +34,7 @@ def prepare(
     group_name: str,
     record: flight_recorder.Record | None = None,
     key: Hashable = None,
+    wire: str = CALL,
 ) -> tuple[Plan, Member | None]:
     """The plan of a call, kept under ``key`` or new, and this rank's Member. A group's first call is a collective."""
     pg = group.check_size(exchange.group_size, group_name)
@@ -41,7 +42,7 @@ def prepare(
         raise ValueError(f"rank must be this process' rank in the group, {pg.rank()}, got {exchange.cut.rank}")
     ours = member(group_name, device, record) if exchange.group_size > 1 else None
     kept = None if ours is None else ours.plans.get(key)
-    return kept or planner.plan(op, exchange, dtype, ours), ours
+    return kept or planner.plan(op, exchange, dtype, ours, wire), ours
 
 
 def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]:
@@ -64,7 +65,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
         with dumps.on_failure(), flight_recorder.Record(*about) as record:
             kind = kind_of(spec, args)
             key = kind, force_algorithm.current, is_for_capture(x.device)
-            plan, ours = prepare(spec.name, exchange, x.dtype, x.device, args.group_name, record, key)
+            plan, ours = prepare(spec.name, exchange, x.dtype, x.device, args.group_name, record, key, args.wire)
             assert ours is not None
             with ours.lock:
                 plan, memory = _begin(spec, args, plan, ours, record, kind)
@@ -95,13 +96,13 @@ def _begin(
     try:
         if ours.topology.check:
             bias = args.biases if spec.takes_lists else args.bias
-            call_check.same_call(record, plan, ours, bias=bias, by_product=args.return_gathered)
+            call_check.same_call(record, plan, ours, args.wire, bias=bias, by_product=args.return_gathered)
         record.state = flight_recorder.RUNNING
         uneven = record.exchange.cut is not None
         if proof.is_unproved(plan, record.dtype, ours, uneven):
             ours.enter(spec.name, plan.fingerprint)
             proof.prove(record.op, plan.algorithm, record.dtype, ours, uneven)
-            plan = planner.plan(record.op, record.exchange, record.dtype, ours)  # which a failed proof has changed
+            plan = planner.plan(record.op, record.exchange, record.dtype, ours, args.wire)  # without failed algorithms
             record.algorithm = plan.algorithm
         if not plan.has_workspace:
             return plan, ours.memory
@@ -125,7 +126,16 @@ def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
     tensors = args.x, *args.ws, *args.biases, args.partial_bias, args.out
     layouts = [None if t is None else layout_of(t) for t in tensors]
     shape = None if args.out_shape is None else tuple(args.out_shape)
-    options = args.splits, shape, args.gather_dim, args.scatter_dim, args.reduce_op, args.return_gathered, args.k
+    options = (
+        args.splits,
+        shape,
+        args.gather_dim,
+        args.scatter_dim,
+        args.reduce_op,
+        args.return_gathered,
+        args.k,
+        args.wire,
+    )
     return spec.name, *layouts, *options, args.x.is_cuda and tf32_allowed()
 
 

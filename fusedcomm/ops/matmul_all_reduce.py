@@ -13,6 +13,7 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.plan.call_plan import CALL
 from fusedcomm.run import reference
 
 
@@ -75,7 +76,7 @@ def matmul_all_reduce(
     check_types(x, w, bias, op="matmul_all_reduce", group=group, partial_bias=partial_bias, reduce_op=reduce_op)
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
-    return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, partial_bias)
+    return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, CALL, partial_bias)
 
 
 def all_reduce_as(x: Tensor, w: Tensor | None, k: int, group: Group) -> Tensor:

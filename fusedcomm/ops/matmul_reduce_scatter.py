@@ -13,6 +13,7 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.plan.call_plan import CALL
 from fusedcomm.run import reference
 
 
@@ -96,7 +97,7 @@ def matmul_reduce_scatter(
     divisible = splits.divides(group_size, splits.shape_of_product(x, w), scatter_dim)
     parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
     where = (scatter_dim, *parts, group_size, group_name)
-    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, partial_bias)
+    return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, CALL, partial_bias)
 
 
 def reduce_scatter_as(x: Tensor, w: Tensor | None, k: int, scatter_dim: int, group: Group) -> Tensor:

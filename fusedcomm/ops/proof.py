@@ -1,9 +1,10 @@
 """Proved before use: a GPU's algorithm runs the calls of a group once it has been right there, on all ranks.
 
-At the first call that is planned so, small exact problems run through the algorithm, with a bias, in several rounds.
-Every rank compares its results, bit by bit, with the whole group's program computed on the host, and the ranks vote. An
-algorithm that was wrong, late or raised on any rank is off for the group, until a reset lets it try again: its calls
-run unfused. Calls of uneven parts have a proof of their own.
+At the first call of a kind of collective, small exact problems of all its ops run through all its algorithms, with a
+bias, in several rounds: which of them a rank has next to its collective is its own affair. Every rank compares its
+results, bit by bit, with the whole group's program computed on the host, and the ranks vote. An algorithm that was
+wrong, late or raised on any rank is off for the group, until a reset lets it try again. Calls of uneven parts have a
+proof of their own.
 
 The proof has a workspace of its own, small and with guard bytes. A failure there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, and the host waits for it. `pipelined` needs no workspace:
@@ -34,10 +35,11 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import ExactProblem, difference
 from fusedcomm.ops.table import OPS
-from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
+from fusedcomm.plan.cost.model import KINDS
 from fusedcomm.run import calls
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
@@ -55,13 +57,13 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
     """
     if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
-    return ours.outcomes.get(ours.topology.name_of_proof(plan.op, plan.algorithm, dtype, uneven)) != ""
+    return ours.outcomes.get(ours.topology.name_of_proof(KINDS[plan.op], plan.algorithm, dtype, uneven)) != ""
 
 
 @outside_modes()
-def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
-    """Prove an algorithm, on all ranks of the group, and keep the outcome. Returns the failure's text, empty if it is
-    right.
+def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> None:
+    """Prove the planned algorithm for the op's kind of collective, and where it has a workspace all that do, on all
+    ranks of the group. Keeps the outcomes: the failure's text, empty if it is right.
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
     """
@@ -69,36 +71,41 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
         raise RuntimeError(
             f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
         )
-    name = ours.topology.name_of_proof(op, algorithm, dtype, uneven)
-    if name in ours.outcomes:
-        return ours.outcomes[name]
-    problems = [_problem(op, size, ours.group_size, uneven) for size in SIZES]
+    by_kernels = ours.device.type == "cuda" and ours.topology.no_fused is None and not uneven
+    for each in ("pipelined",) if algorithm == "pipelined" else ("chunked", "fused")[: 1 + by_kernels]:
+        name = ours.topology.name_of_proof(KINDS[op], each, dtype, uneven)
+        if name not in ours.outcomes:
+            ours.outcomes[name] = _outcome(KINDS[op], each, dtype, ours, uneven)
+
+
+def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
+    programs = [each for each in PROGRAMS.values() if each.kind == kind]
+    problems = [_problem(each, size, ours.group_size, uneven) for each in programs for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
+    wrong = ""
     try:
         if algorithm == "pipelined":
-            cause, wrong = _try(lambda: _by_group(ours, op, problems, dtype), ours.rank, dtype)
+            cause, wrong = _try(lambda: _by_group(ours, problems, dtype), ours.rank, dtype)
         else:
-            own.workspace_for(own.max_slot_bytes, op, _fingerprint(name))
-            cause, wrong = _try(lambda: _by_workspace(own, op, algorithm, problems, dtype), ours.rank, dtype)
+            own.workspace_for(own.max_slot_bytes, kind, _fingerprint(kind))
+            cause, wrong = _try(lambda: _by_workspace(own, algorithm, problems, dtype), ours.rank, dtype)
         parts = " in parts of different sizes" if uneven else ""
         what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
-        ours.outcomes[name] = wrong = _voted(own, op, what, cause, wrong)
+        return _voted(own, kind, what, cause, wrong)
     except WorkspaceUnavailable as unavailable:
-        ours.outcomes[name] = wrong = f"{algorithm} could not be proved: {unavailable}"
+        return f"{algorithm} could not be proved: {unavailable}"
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
         raise ours.error.again() from failed
     except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
-        text = f"{op} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
-        ours.error = PeerError(text, peers=[ours.rank], op=op, epoch=0).until_reset()
+        text = f"{kind} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
+        ours.error = PeerError(text, peers=[ours.rank], op=kind, epoch=0).until_reset()
         raise
     finally:
         own.close()
-    return wrong
 
 
-def _problem(op: str, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactProblem:
-    program = PROGRAMS[op]
+def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactProblem:
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
     return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
@@ -132,7 +139,7 @@ def _try(
 
 
 def _by_workspace(
-    own: Member, op: str, algorithm: str, problems: list[ExactProblem], dtype: torch.dtype
+    own: Member, algorithm: str, problems: list[ExactProblem], dtype: torch.dtype
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """This rank's results of the problems."""
     workspace = own.workspace
@@ -141,28 +148,30 @@ def _by_workspace(
     workspace.arm()
 
     def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
-        exchange = problem.exchange(workspace.rank)
+        op, exchange = problem.program.op, problem.exchange(workspace.rank)
         plan = Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
         return problem, _run(problem, plan, workspace, dtype)
 
-    with workspace.guarded(op):
+    kind = problems[0].program.kind
+    with workspace.guarded(kind):
         results = [result(problem) for problem in problems]
-        if problems[-1].program.gathers:  # its chunks by copy engines too, which larger ones take
-            workspace.least_copied = 0
-            results.append(result(problems[-1]))
+        workspace.least_copied = 0  # the chunks of gathers by copy engines too, which larger ones take
+        results += [result(problem) for problem in problems if problem.program.gathers]
         _synchronize(workspace.device)
-    workspace.check(op)
+    workspace.check(kind)
     return results
 
 
 def _by_group(
-    ours: Member, op: str, problems: list[ExactProblem], dtype: torch.dtype
+    ours: Member, problems: list[ExactProblem], dtype: torch.dtype
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """Likewise, by the group's own collectives."""
     results = []
     for problem in problems:
         exchange, sums = problem.exchange(ours.rank), ours.topology.backend_sums
-        plan = Plan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
+        plan = Plan(
+            problem.program.op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange
+        )
         results.append((problem, _run(problem, plan, ours.memory, dtype)))
     _synchronize(ours.device)
     return results
@@ -188,7 +197,7 @@ def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
     return [problem.results()[rank], *gathered]
 
 
-def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> str:
+def _voted(own: Member, kind: str, what: str, cause: int, wrong: str) -> str:
     """The first cause of all ranks, with its rank; an empty text if all were right."""
     key = tuned.key(own.device, own.group_size)
     versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
@@ -196,7 +205,7 @@ def _voted(own: Member, op: str, what: str, cause: int, wrong: str) -> str:
     text = f"{what} failed its proof on {where}: rank {own.rank} {wrong}" if wrong else ""
     facts = {"cause": cause, "wrong": text}
     store = PrefixStore("proof", own.store)
-    votes = agree(store, own.rank, own.group_size, facts, what=f"{op}, proof of {what}", departures=own.departures)
+    votes = agree(store, own.rank, own.group_size, facts, what=f"{kind}, proof of {what}", departures=own.departures)
     failed = [(vote["cause"], rank, vote["wrong"]) for rank, vote in enumerate(votes) if vote["wrong"]]
     return str(min(failed, default=(_WRONG, 0, ""))[2])
 

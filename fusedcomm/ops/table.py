@@ -141,7 +141,7 @@ def _gathered(args: Arguments) -> Operands:
 
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
 SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
-GROUP = "int group_size, str group_name"
+GROUP = 'int group_size, str group_name, str wire="call"'
 
 MATMUL_ALL_TO_ALL = OpSpec(
     name="matmul_all_to_all",

@@ -11,6 +11,7 @@ from fusedcomm import env
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Schedule
 
+CALL, GRAPH = "call", "graph"  # what an op stands for: see `fingerprint_of`
 _PLAN_BYTES = 4 << 10  # of a plan without a schedule, and of the key that finds it
 STEP_BYTES = 2 << 10  # of a schedule; as much again of one that is loaded natively, with the views that it keeps
 
@@ -64,5 +65,14 @@ class Plan:
 
 
 def fingerprint_of(*facts: Any) -> int:
-    """24 bits, never 0, equal on ranks that make the same call."""
+    """24 bits, never 0, equal on ranks whose calls have one wire."""
     return zlib.crc32(repr(facts).encode()) & 0xFFFFFF or 1
+
+
+def wire_facts(wire: str, exchange: Exchange, num_rounds: int) -> tuple[Any, ...]:
+    """The facts that ranks must share. None of them is the matmul's.
+
+    `CALL`: payloads, as their calls have them. `GRAPH`: chunks alone, where ops stand for one collective of a program,
+    and each has the dims of what stands beside it. Other texts tell orders of elements apart.
+    """
+    return (wire, *(exchange.payload if wire == CALL else exchange.chunk_facts(num_rounds)), num_rounds)

@@ -105,7 +105,7 @@ def gather_matmul(
     by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows
     gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
     max_numel = s.max_chunk_numel(x.dtype)
-    if by_round and s.device.is_gpu:  # small enough to hide one piece behind another
+    if exchange.comes_in_pieces(x.itemsize) and s.device.is_gpu:  # small enough to hide one piece behind another
         max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
     rounds = exchange.rounds(max_numel)
     for spans in rounds:

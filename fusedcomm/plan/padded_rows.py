@@ -1,7 +1,8 @@
-"""An all_reduce by blocks where the group divides no dim of the result: x gets a few more rows."""
+"""An all_reduce by blocks where the group divides neither rows nor columns of the result: x gets a few more rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,20 +15,20 @@ from fusedcomm.plan.geometry.exchange import Exchange
 def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *operands: Any, scale: float) -> Tensor:
     """``program(s, exchange, ...)``, which takes x with the exchange's rows, and the bias of this rank's columns."""
     x, w, bias, partial_bias, out = operands
-    num_rows = x.shape[-2]
-    padding = exchange.shape[x.ndim - 2] - num_rows
+    batches, num_rows, k = x.shape[: exchange.num_batch_dims], exchange.num_rows, x.shape[-1]
+    padding = num_rows - math.prod(x.shape[exchange.num_batch_dims : -1])
     if bias is not None and exchange.splits_columns:
         bias = bias.chunk(s.group_size)[s.rank]
     if not padding:
         return program(s, exchange, x, w, bias, partial_bias, out, scale=scale)
-    rows = s.temporary((*x.shape[:-2], num_rows + padding, x.shape[-1]), x.dtype)
-    given, more = rows.split([num_rows, padding], -2)
-    s.copy(given, x)
-    s.copy(more, x.narrow(-2, 0, 1).expand(more.shape))
-    found = program(s, exchange, rows, w, bias, partial_bias, None, scale=scale).narrow(-2, 0, num_rows)
+    rows = s.temporary((*batches, num_rows, k), x.dtype)
+    given, more = rows.split([num_rows - padding, padding], -2)
+    s.copy(given.view(x.shape), x)
+    s.copy(more, given.narrow(-2, 0, 1).expand(more.shape))
+    found = program(s, exchange, rows, w, bias, partial_bias, None, scale=scale).narrow(-2, 0, num_rows - padding)
     if out is None and not found.is_contiguous():
-        out = s.result(found.shape, x.dtype)
+        out = s.result((*x.shape[:-1], exchange.shape[-1]), x.dtype)
     if out is None:
-        return found
-    s.copy(out, found)
+        return found.view(*x.shape[:-1], exchange.shape[-1])
+    s.copy(out.view(found.shape), found)
     return out

@@ -1,6 +1,8 @@
-"""The choice of an algorithm, from facts that all ranks know, and so alike.
+"""The choice of an algorithm. Ranks of one collective choose one wire, whatever stands beside it on each.
 
-Rules exclude algorithms, each with its reason:
+The wire follows from what all ranks know: the kind of the collective, its payload and the group. It is symmetric
+memory, for `chunked` and `fused`, which understand each other; the pieces of `pipelined`; or the group's own
+collective. Rules exclude algorithms, each with its reason:
 
     one rank                                            unfused     nothing to exchange
     float64                                             unfused     for gradcheck: the kernels add in float32
@@ -16,9 +18,11 @@ Rules exclude algorithms, each with its reason:
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
 
-Of the algorithms left, the fastest by `cost` runs; `pipelined` is one where no algorithm with a workspace can run. Its
-numbers were measured on this machine by `fusedcomm tune` or are default ones; the reason says which. A decode size has
-less than 64 KiB per peer, or cuts rows and has fewer than 128 per rank.
+Of the wires left, the one runs that `cost` finds fastest for a call of that payload with a usual matmul
+(`cost.model.usual_call`); `pipelined` is one where no algorithm with a workspace can run. Of `chunked` and `fused`, the
+one runs that is faster with this rank's matmul. Numbers were measured on this machine by `fusedcomm tune` or are
+default ones; the reason says which. A decode size has less than 64 KiB per peer, or, where a usual call cuts rows,
+fewer than 128 per rank.
 
 `force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run. Like a capture, they must
 be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused or pipelined.
@@ -26,7 +30,6 @@ be the same on all ranks: chunked on one rank can meet fused on another, but nei
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -34,10 +37,10 @@ from typing import Any, Protocol
 
 import torch
 
-from fusedcomm.plan.call_plan import Plan, fingerprint_of
+from fusedcomm.plan.call_plan import CALL, Plan, fingerprint_of, wire_facts
 from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.links import sent_bytes
-from fusedcomm.plan.cost.model import Constants
+from fusedcomm.plan.cost.model import KINDS, Constants
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange, aligned_numel
 
@@ -64,12 +67,12 @@ class Facts(Protocol):
     def for_capture(self) -> bool: ...
 
 
-def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
+def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, wire: str = CALL) -> Plan:
     """``member`` is None for a group of one rank."""
     found = _decided(op, exchange, dtype, member)
     found.exchange = exchange
     if found.has_workspace:
-        found.fingerprint = fingerprint_of(op, exchange.key, dtype, found.num_rounds)
+        found.fingerprint = fingerprint_of(KINDS[op], dtype, *wire_facts(wire, exchange, found.num_rounds))
     return found
 
 
@@ -97,12 +100,8 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
         algorithm, why = _choose(op, own, dtype, member)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
-    if why != FORCED:
-        wrong, why = _proved(op, algorithm, own, dtype, member, why)
-        if wrong:
-            return Plan(op, "unfused", wrong)
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
-    if algorithm == "chunked" and member.device.type == "cuda" and exchange.takes_all(dtype.itemsize):
+    if algorithm == "chunked" and member.device.type == "cuda" and own.comes_in_pieces(dtype.itemsize):
         max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
         num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
     return Plan(op, algorithm, why, slot_bytes, num_rounds)
@@ -110,33 +109,37 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
 
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
-    constants, kind = constants_of(member), _kind(dtype, member)
-    chunk_bytes = exchange.for_all.chunk_numel * dtype.itemsize
-    why = model.decode_reason(exchange.for_all, chunk_bytes, constants)
+    constants, kind, usual = constants_of(member), _kind(dtype, member), _usual(op, exchange, member)
+    why = model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants)
     if why is None:
-        unfused = model.estimate(op, exchange, kind, constants)["unfused"]
-        num_pieces, pipelined = in_pieces.fastest(op, exchange, kind, constants, member.topology.backend_sums)
+        unfused = model.estimate(*usual, kind, constants)["unfused"]
+        num_pieces, pipelined = in_pieces.fastest(*usual, kind, constants, member.topology.backend_sums)
         if pipelined < unfused:
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
-            wrong, why = _proved(op, "pipelined", exchange, dtype, member, f"{reason}; {times}")
-            if wrong:
+            if wrong := _failed_proof(op, "pipelined", exchange, dtype, member):
                 return Plan(op, "unfused", wrong)
-            return _pipelined(op, exchange, dtype, member, why, num_pieces)
+            return _pipelined(op, exchange, dtype, member, f"{reason}; {times}{_noted(member)}", num_pieces)
         why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
     log_fallback(op, reason)
     return Plan(op, "unfused", f"{reason}; {why}")
 
 
-def _proved(
-    op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str
-) -> tuple[str | None, str]:
-    """(failure of the algorithm's proof or None, why the call runs so)."""
+def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+    """The failure of the algorithm's proof, if it was proved and failed."""
     if not member.topology.prove:
-        return None, why
-    wrong = member.outcomes.get(member.topology.name_of_proof(op, algorithm, dtype, exchange.cut is not None))
-    if wrong:
+        return None
+    name = member.topology.name_of_proof(KINDS[op], algorithm, dtype, exchange.cut is not None)
+    if wrong := member.outcomes.get(name):
         log_fallback(op, wrong)
-    return wrong, f"{why}; proved at its first call" if wrong is None else why
+    return wrong
+
+
+def _noted(member: Facts) -> str:
+    return "; proved at its first call" if member.topology.prove else ""
+
+
+def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
+    return model.usual_call(KINDS[op], exchange.chunk_numel, exchange.group_size, member.device.type)
 
 
 def _pipelined(
@@ -144,7 +147,9 @@ def _pipelined(
 ) -> Plan:
     sums = member.topology.backend_sums
     if num_pieces is None:
-        num_pieces, _ = in_pieces.fastest(op, exchange, _kind(dtype, member), constants_of(member), sums)
+        num_pieces, _ = in_pieces.fastest(
+            *_usual(op, exchange, member), _kind(dtype, member), constants_of(member), sums
+        )
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
     sent = int(sent_bytes(model.KINDS[op], sent, exchange.group_size))
@@ -165,31 +170,35 @@ def _kind(dtype: torch.dtype, member: Facts) -> str:
 
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[str, str]:
-    constants, kind, note = constants_of(member), _kind(dtype, member), ""
-    if why := model.decode_reason(exchange.for_all, exchange.chunk_numel * dtype.itemsize, constants):
+    constants, kind, note = constants_of(member), _kind(dtype, member), _noted(member)
+    usual = _usual(op, exchange, member)
+    if why := model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
-    usable = ["fused", "chunked", "unfused"] if member.device.type == "cuda" else ["chunked", "unfused"]
+    usable = ["fused", "chunked"] if member.device.type == "cuda" else ["chunked"]
     if "fused" in usable:
         if exchange.cut is not None:
-            usable, note = usable[1:], "; parts of different sizes: not fused"
-        elif why := _too_wide(exchange.for_all):
-            if member.for_capture:
-                return "unfused", why
-            usable = usable[1:]
+            usable, note = ["chunked"], f"; parts of different sizes: not fused{note}"
         elif member.for_capture:
-            usable, note = ["fused", "unfused"], "; CUDA graph: not chunked"
-    name, why = _fastest(op, exchange, kind, constants, tuple(usable))
-    return name, why + note
+            usable, note = ["fused"], f"; CUDA graph: not chunked{note}"
+    failed = {name: _failed_proof(op, name, exchange, dtype, member) for name in usable}
+    usable = [name for name in usable if not failed[name]]
+    if not usable:
+        return "unfused", next(wrong for wrong in failed.values() if wrong)
+    estimates = model.estimate(*usual, kind, constants)
+    best = min(usable, key=estimates.__getitem__)
+    if estimates["unfused"] < estimates[best]:
+        return "unfused", _estimated("unfused", best, estimates, constants)
+    if "fused" in usable and (why := _too_wide(exchange)):
+        if usable == ["fused"]:
+            return "unfused", why
+        usable = ["chunked"]
+    estimates = model.estimate(op, exchange, kind, constants)
+    best = min(usable, key=estimates.__getitem__)
+    return best, _estimated(best, "unfused", estimates, constants) + note
 
 
-@functools.lru_cache(maxsize=1024)
-def _fastest(op: str, exchange: Exchange, dtype: str, constants: Constants, usable: tuple[str, ...]) -> tuple[str, str]:
-    """(the fastest of ``usable`` by estimate, its estimate beside the best alternative's)."""
-    estimates = model.estimate(op, exchange, dtype, constants)
-    first, second, *_ = sorted(usable, key=lambda name: estimates[name])
-    other = "unfused" if first != "unfused" else second
-    times = f"estimated {_text(estimates[first])}, {other} {_text(estimates[other])}"
-    return first, f"{times}, {constants.source} numbers"
+def _estimated(name: str, other: str, estimates: Mapping[str, float], constants: Constants) -> str:
+    return f"estimated {_text(estimates[name])}, {other} {_text(estimates[other])}, {constants.source} numbers"
 
 
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -158,7 +158,7 @@ def run_op(
 ) -> list[Tensor]:
     """Run an op on a virtual rank as `fusedcomm.ops.dispatch` does on a real one, behind its votes and its plan."""
     spec, kept = OPS[op], _plans.setdefault(workspace, {})
-    key = algorithm, exchange.key, kind_of(spec, args)
+    key = algorithm, kind_of(spec, args)
     if key not in kept:
         kept[key] = Plan(op, algorithm, "virtual", fingerprint=fingerprint, exchange=exchange)
     return calls.run(kept[key], workspace, spec.program, *spec.operands(args)).returned

@@ -15,8 +15,12 @@ using Values = std::vector<c10::IValue>;
 
 const c10::IValue kNone;
 
+// Arguments with defaults may be left out at the end.
 Values run(const char* op, Values stack) {
-  c10::Dispatcher::singleton().findSchemaOrThrow(op, "").callBoxed(stack);
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(op, "");
+  const auto& arguments = handle.schema().arguments();
+  while (stack.size() < arguments.size()) stack.push_back(arguments[stack.size()].default_value().value());
+  handle.callBoxed(stack);
   return stack;
 }
 
@@ -151,7 +155,7 @@ Backward::Gradients Backward::all_gather_matmul(const CallFacts& call, const Ten
     const at::Tensor grad = is_one ? used_grads[0] : at::cat(used_grads, -1);
     const at::Tensor w = is_one ? used_ws[0] : at::cat(used_ws, -1);
     found.x = run_one("fusedcomm::matmul_reduce_scatter", {grad, w.mT(), kNone, "sum", dim, kNone, kNone, kNone,
-                                                           call.group_size, call.group_name, kNone});
+                                                           call.group_size, call.group_name});
   }
   if (call.x.needs_grad && grads[num_ws].defined() && call.has_by_product) {
     found.x = sum_of(found.x, reduce_scatter(grads[num_ws], dim, call));

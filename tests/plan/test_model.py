@@ -155,16 +155,18 @@ def test_few_rows_read_w_once() -> None:
     assert found["fused"] == close((4 * w_bytes + x_bytes + y_bytes) / 1e9 + 1)
 
 
-def test_few_columns_read_x_again_for_every_chunk() -> None:
-    """A CPU reads, then computes. With 2 columns per chunk it reads x 4 times, and is slower chunked than unfused."""
-    exchange = shapes.matmul_all_to_all((1024, 4096), (4096, 8), None, 0, 1, 4)
-    x_bytes, w_bytes, y_bytes = 4 * 1024 * 4096, 4 * 4096 * 8, 4 * 1024 * 8
+@pytest.mark.parametrize(("columns", "reads"), [(2, 1), (64, 4)])
+def test_chunks_of_columns_read_x_again(columns: int, reads: int) -> None:
+    """A CPU reads, then computes. Few columns are computed at once."""
+    n = 4 * columns
+    exchange = shapes.matmul_all_to_all((1024, 4096), (4096, n), None, 0, 1, 4)
+    x_bytes, w_bytes, y_bytes = 4 * 1024 * 4096, 4 * 4096 * n, 4 * 1024 * n
     found = model.estimate(
         "matmul_all_to_all", exchange, "float32", replace(CPU, memory_bandwidth=1e9, matmul_flops=RATE)
     )
-    compute = 2 * 1024 * 4096 * 8 / 1e9
+    compute = 2 * 1024 * 4096 * n / 1e9
     assert found["unfused"] == close((x_bytes + w_bytes + y_bytes) / 1e9 + compute)
-    assert found["chunked"] == close((4 * x_bytes + w_bytes + y_bytes) / 1e9 + compute)
+    assert found["chunked"] == close((reads * x_bytes + w_bytes + y_bytes) / 1e9 + compute)
 
 
 def test_what_arrives_is_copied_out_or_added() -> None:

@@ -13,6 +13,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.plan.call_plan import CALL
 
 OP = "matmul_all_reduce"
 KIND = "all_reduce"
@@ -51,6 +52,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
             collective.reduce_op,
             collective.group_size,
             collective.group_name,
+            CALL,
             product.per_column(rewriter, product.bias),
         )
         out = rewriter.result(rewriter.arrange(y, product.y.order, match.layout), collective.wait)

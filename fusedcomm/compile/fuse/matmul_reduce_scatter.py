@@ -13,6 +13,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
+from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_reduce_scatter"
@@ -68,6 +69,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             *EVEN.to_scatter,
             collective.group_size,
             collective.group_name,
+            CALL,
             product.per_column(rewriter, product.bias),
         )
         order = [f for f in y_order if f is not match.blocks]

@@ -44,8 +44,9 @@ from fusedcomm.plan.cost.links import (
     seconds,
     sent_bytes,
 )
+from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import Cut
-from fusedcomm.plan.geometry.exchange import FEW_ROWS, LEAST_COPIED, Exchange, num_pieces
+from fusedcomm.plan.geometry.exchange import LEAST_COPIED, Exchange, num_pieces
 
 KINDS = {
     "matmul_all_to_all": "all_to_all",
@@ -57,6 +58,7 @@ KINDS = {
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
+_USUAL_WIDTH = {"cuda": 4096, "cpu": 1024}  # K, and N; chosen
 _GPU_TILES, _CPU_TILE_ROWS = (128, 64), 16
 _COPIED = 1 / 2  # of the host's time for a chunk: copy and signal alone, as a fused gather by copy engines issues them
 _MIN_SPLIT_K = 512  # the shortest part of K that cuBLAS gives to an SM of its own
@@ -222,6 +224,25 @@ def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> M
     return {**found, "fused": call.fused()} if constants.fused_flops else found
 
 
+@functools.lru_cache(maxsize=1024)
+def usual_call(kind: str, chunk_numel: int, group_size: int, device_type: str) -> tuple[str, Exchange]:
+    """(op, exchange) of a call with such chunks, and the matmul of a usual model beside it.
+
+    Ranks decide by it together, whatever matmul each of them has.
+    """
+    width = max(1, min(_USUAL_WIDTH[device_type], chunk_numel))
+    rows = -(-chunk_numel // width)
+    if kind == "all_to_all":
+        call = shapes.matmul_all_to_all((rows, width), (width, group_size * width), None, 0, 1, group_size)
+        return "matmul_all_to_all", call
+    if kind == "all_gather":
+        return "all_gather_matmul", shapes.all_gather_matmul((rows, width), [(width, width)], 0, group_size)
+    x, w = (group_size * rows, width), (width, width)
+    if kind == "reduce_scatter":
+        return "matmul_reduce_scatter", shapes.matmul_reduce_scatter(x, w, "sum", 0, group_size)
+    return "matmul_all_reduce", shapes.matmul_all_reduce(x, w, "sum", group_size)
+
+
 @functools.lru_cache(maxsize=64)
 def across_hosts(constants: Constants, at: Reach, inter: float | None = None) -> Constants:
     """With collectives as `links` estimates them where a group spans hosts.
@@ -271,11 +292,8 @@ def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) ->
     """Why a call on a GPU has nothing to hide its exchange behind, as in decoding; None if it has, or is measured."""
     if constants.on_cpu or constants.source != DEFAULT:
         return None
-    if exchange.few_rows:
-        rows = exchange.num_rows // exchange.group_size
-        return f"{rows} rows per rank, fewer than {FEW_ROWS}: nothing to hide, default numbers"
-    if chunk_bytes < SMALL_BYTES:
-        return f"{chunk_bytes / 1024:.3g} KiB per peer, less than {SMALL_BYTES >> 10}: nothing to hide, default numbers"
+    if exchange.few_rows or chunk_bytes < SMALL_BYTES:
+        return f"{chunk_bytes / 1024:.3g} KiB per peer, a decode size: nothing to hide, default numbers"
     return None
 
 
@@ -283,6 +301,7 @@ class TimedCall:
     """The formulas of this module for a call."""
 
     def __init__(self, op: str, exchange: Exchange, dtype: str, constants: Constants) -> None:
+        comes_in_pieces = exchange.comes_in_pieces(ITEMSIZE[dtype])
         self.exchange = exchange = exchange.for_all
         self.kind, self.num_ranks, self.dtype, self.constants = KINDS[op], exchange.group_size, dtype, constants
         self.ns = [shape[-1] for shape in exchange.out_shapes]  # of each w
@@ -291,7 +310,7 @@ class TimedCall:
         self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
         self.all_bytes = self.num_ranks * self.chunk_bytes
         self.takes_all = exchange.takes_all(ITEMSIZE[dtype])
-        self.pieces = num_pieces(self.chunk_bytes) if self.takes_all and not constants.on_cpu else 1  # of `chunked`
+        self.pieces = num_pieces(self.chunk_bytes) if comes_in_pieces and not constants.on_cpu else 1  # of `chunked`
 
     def unfused(self) -> float:
         constants = self.constants
@@ -341,7 +360,7 @@ class TimedCall:
     def _chunked_push(self) -> float:
         constants, others = self.constants, self.num_ranks - 1
         transfer, signal = constants.transfer(self.chunk_bytes), constants.signal_latency
-        if self.exchange.few_rows:
+        if self.exchange.multiplies_once:
             return self.matmul() + (others + constants.on_cpu) * transfer + signal
         each = self.chunk_matmul()
         if constants.on_cpu:

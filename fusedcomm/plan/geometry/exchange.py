@@ -24,6 +24,7 @@ from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.spans import PeerSpans, Range, RoundSpans, block_shape, boxes, clip, moved, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
+FEW_COLUMNS = 32  # likewise x, on CPUs: with 8 columns a rank chunks took twice the time of one matmul
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
 MIN_RUN = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
 ALIGNED = 16  # bytes that NCCL moves at once
@@ -56,7 +57,7 @@ class Exchange:
     out_shapes: list[list[int]]  # shapes of the results
     k: int
     gathers: bool = False  # the matmul takes the tensor of ``shape``; otherwise it makes it
-    facts: tuple[Any, ...] = ()  # further facts for the fingerprint: equal on all ranks
+    reduce_op: str | None = None
     cut: Cut | None = None  # where parts are not blocks of one size; then all other fields are of this rank
     largest: Exchange | None = None  # with a cut: every part is as large as the largest. The same on all ranks
     arguments: dict[str, Any] = field(default_factory=dict)  # the op's, for people to read
@@ -140,19 +141,36 @@ class Exchange:
         """Whether the matmul of a gather must wait for all sources, as its result cannot hold their sums."""
         return self.gathers and self.splits_columns and not self.adds_up(itemsize)
 
+    def comes_in_pieces(self, itemsize: int) -> bool:
+        """Whether a GPU gathers in `num_pieces` rounds. Parts of one size do not: no other call would meet theirs."""
+        return self.cut is not None and self.takes_all(itemsize)
+
     @property
     def few_rows(self) -> bool:
         """Whether one chunk's matmul would take as long as all chunks' in one, as it reads w only once."""
         return self.splits_rows and self.num_rows < FEW_ROWS * self.group_size
 
+    @property
+    def multiplies_once(self) -> bool:
+        """Whether a push computes all chunks in one matmul, as one for each would read w, or x, again and again."""
+        return self.few_rows or (self.splits_columns and self.row_numel < FEW_COLUMNS)
+
     @cached_property
-    def key(self) -> tuple[Any, ...]:
-        """Must be equal for two calls of one op to be the same on the wire."""
+    def payload(self) -> tuple[Any, ...]:
+        """The collective's facts: shape of the tensor that is sent, its gathered and its scattered dim, reduce_op."""
         if self.cut is not None:
-            return *self.for_all.key, self.cut.gathered, self.cut.scattered
-        tensors = (tuple(self.shape), tuple(self.packed[0]), tuple(self.unpacked[0]))
-        dims = (self.num_lead, self.num_batch_dims, self.split_dim, self.packed[1], self.unpacked[1])
-        return tensors, dims, self.k, self.facts
+            return *self.for_all.payload, self.cut.gathered, self.cut.scattered, self.gathers
+        sent = self.packed[0] if self.gathers else self.shape
+        return tuple(sent), self._gather_dim, self._scatter_dim, self.reduce_op
+
+    def chunk_facts(self, num_rounds: int) -> tuple[Any, ...]:
+        """The facts of the chunks alone: calls whose payloads differ in shape, and not in their chunks, share them.
+
+        The blocks of an all_reduce are cut by its op, and rounds along the dims of a block.
+        """
+        runs = math.prod(self.shape[: self.split_dim]) if self._gather_dim == self._scatter_dim else 1
+        dims = [size for size in self.block if size != 1] if num_rounds > 1 else []
+        return self.chunk_numel, runs, *dims, self.reduce_op
 
     def rounds(self, max_chunk_numel: int) -> list[RoundSpans]:
         """Cut every chunk alike, along its leading dims, into parts of at most ``max_chunk_numel`` elements."""

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,15 +134,21 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
     """``all_reduce(x @ w, reduce_op)``: each rank reduces one block and gathers the others.
 
-    Where R divides no dim of y, the Exchange is that of an x with a few more rows.
+    Where R divides neither the rows nor the columns of y, the Exchange is that of an x with a few more rows.
     """
     check_all_reduce(x, w, reduce_op, group_size)
-    y = [*x[:-1], w[-1]]
-    dims = [dim for dim, size in enumerate(y) if size % group_size == 0]
-    wide = w[-1] > math.prod(x[len(w) - 2 : -1])  # cut columns read x once per rank, cut rows read w once per rank
-    split_dim = dims[-1 if wide else 0] if dims else len(y) - 2
-    y[split_dim] += -y[split_dim] % group_size
-    return _push(x, w, y, split_dim, (y, split_dim), group_size, reduce_op)
+    rows, n = math.prod(x[:-1]), w[-1]
+    lead = [*x[:-1]] if len(w) > 2 else [rows]
+    y, out = [*lead, n], [*x[:-1], n]
+    divides_rows, divides_n = rows % group_size == 0, n % group_size == 0
+    if divides_n and (n > rows or not divides_rows):  # cut columns read x once per rank, cut rows read w once per rank
+        split_dim = len(lead)
+    else:
+        split_dim = next((dim for dim, size in enumerate(lead) if size % group_size == 0), len(lead) - 1)
+    if y[split_dim] % group_size:
+        y[split_dim] += -y[split_dim] % group_size
+        out = y
+    return replace(_push((*lead, x[-1]), w, y, split_dim, (y, split_dim), group_size, reduce_op), out_shapes=[out])
 
 
 def _push(
@@ -151,7 +158,7 @@ def _push(
     split_dim: int,
     unpacked: tuple[list[int], int | None],
     group_size: int,
-    *facts: Any,
+    reduce_op: str | None = None,
     cut: Cut | None = None,
     largest: Exchange | None = None,
 ) -> Exchange:
@@ -166,7 +173,7 @@ def _push(
         group_size=group_size,
         out_shapes=[unpacked[0]],
         k=x[-1],
-        facts=facts,
+        reduce_op=reduce_op,
         cut=cut,
         largest=largest,
     )
