@@ -118,14 +118,15 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
             if wrong := _failed_proof(op, "pipelined", exchange, dtype, member):
                 return Plan(op, "unfused", wrong)
-            return _pipelined(op, exchange, dtype, member, f"{reason}; {times}{_noted(member)}", num_pieces)
+            why = f"{reason}; {times}{_to_prove(wrong, member)}"
+            return _pipelined(op, exchange, dtype, member, why, num_pieces)
         why = f"estimated {_text(unfused)}, pipelined {_text(pipelined)}, {constants.source} numbers"
     log_fallback(op, reason)
     return Plan(op, "unfused", f"{reason}; {why}")
 
 
 def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
-    """The failure of the algorithm's proof, if it was proved and failed."""
+    """The failure of the algorithm's proof, empty if it was right, and None before it."""
     if not member.topology.prove:
         return None
     name = member.topology.name_of_proof(KINDS[op], algorithm, dtype, exchange.cut is not None)
@@ -134,8 +135,8 @@ def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtyp
     return wrong
 
 
-def _noted(member: Facts) -> str:
-    return "; proved at its first call" if member.topology.prove else ""
+def _to_prove(failed: str | None, member: Facts) -> str:
+    return "; proved at its first call" if failed is None and member.topology.prove else ""
 
 
 def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
@@ -170,16 +171,16 @@ def _kind(dtype: torch.dtype, member: Facts) -> str:
 
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[str, str]:
-    constants, kind, note = constants_of(member), _kind(dtype, member), _noted(member)
+    constants, kind, note = constants_of(member), _kind(dtype, member), ""
     usual = _usual(op, exchange, member)
     if why := model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants):
         return "unfused", why
     usable = ["fused", "chunked"] if member.device.type == "cuda" else ["chunked"]
     if "fused" in usable:
         if exchange.cut is not None:
-            usable, note = ["chunked"], f"; parts of different sizes: not fused{note}"
+            usable, note = ["chunked"], "; parts of different sizes: not fused"
         elif member.for_capture:
-            usable, note = ["fused"], f"; CUDA graph: not chunked{note}"
+            usable, note = ["fused"], "; CUDA graph: not chunked"
     failed = {name: _failed_proof(op, name, exchange, dtype, member) for name in usable}
     usable = [name for name in usable if not failed[name]]
     if not usable:
@@ -194,7 +195,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> t
         usable = ["chunked"]
     estimates = model.estimate(op, exchange, kind, constants)
     best = min(usable, key=estimates.__getitem__)
-    return best, _estimated(best, "unfused", estimates, constants) + note
+    return best, _estimated(best, "unfused", estimates, constants) + note + _to_prove(failed[best], member)
 
 
 def _estimated(name: str, other: str, estimates: Mapping[str, float], constants: Constants) -> str:

@@ -26,6 +26,7 @@ from fusedcomm import Plan, env
 from fusedcomm.memory import flight_recorder, members
 from fusedcomm.ops import call_check
 from fusedcomm.ops.call_check import compare, facts_of
+from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.redistribution import mesh_groups
 from tests.helpers.groups import call, check, fresh_group, member_of
@@ -150,7 +151,8 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
     given, arguments = CALLS[op]
     record = flight_recorder.Record(op, "g", torch.device("cpu"), shapes.of(getattr(shapes, op), *given), torch.float32)
     record.number = 7
-    facts = facts_of(record, Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2), torch.ones(9), by_product=False)
+    plan = Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2)
+    facts = facts_of(record, plan, CALL, torch.ones(9), by_product=False)
     assert facts == {
         "op": op,
         **arguments,

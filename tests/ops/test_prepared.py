@@ -200,7 +200,9 @@ def test_a_value_of_another_kind_is_another_call(rank: int) -> None:
             given = {"x": x, "w": w, "gather_dim": 0, "scatter_dim": 1, "group_size": 2, "group_name": group.group_name}
             values = {**given, **others}
             try:
-                torch.ops.fusedcomm.matmul_all_to_all.default(*[values.get(each.name) for each in arguments])
+                torch.ops.fusedcomm.matmul_all_to_all.default(
+                    *[values.get(each.name, each.default_value) for each in arguments]
+                )
             except ValueError as error:
                 return str(error)
             return "right"

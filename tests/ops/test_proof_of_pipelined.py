@@ -25,7 +25,7 @@ BY_OP = {
     "matmul_reduce_scatter": Problem("rows", (200, 8), 12, scatter_dim=0, op="matmul_reduce_scatter"),
     "matmul_all_reduce": Problem("rows", (30, 8), 12, op="matmul_all_reduce"),
 }
-NAME = "{op} pipelined float32"
+NAME = "{kind} pipelined float32"
 
 
 @on_ranks(2)
@@ -36,13 +36,14 @@ def test_a_right_algorithm_is_used(rank: int, op: str, tmp_path: Path) -> None:
             check(group, BY_OP[op], call(group, BY_OP[op], seed), seed)
         plan = plan_of_all(group, BY_OP[op])
         assert plan.algorithm == "pipelined" and made == [f"{op} pipelined"]
-        assert member_of(group).outcomes == {NAME.format(op=op): ""}
+        assert member_of(group).outcomes == {NAME.format(kind=PROGRAMS[op].kind): ""}
 
 
 @on_ranks(2)
 def test_sums_of_the_backend_have_a_proof_of_their_own(rank: int, tmp_path: Path) -> None:
     op = "matmul_reduce_scatter"
-    for sums, name in (("0", NAME.format(op=op)), ("1", f"{NAME.format(op=op)} with sums of the backend")):
+    by_ranks = NAME.format(kind="reduce_scatter")
+    for sums, name in (("0", by_ranks), ("1", f"{by_ranks} with sums of the backend")):
         with in_pieces(3), proving(tmp_path, HOST_ID=f"host {rank}", BACKEND_SUMS=sums) as (group, made):
             check(group, BY_OP[op], call(group, BY_OP[op]))
             assert made == [f"{op} pipelined"] and member_of(group).outcomes[name] == ""

@@ -20,19 +20,19 @@ OTHERS: Ranges = ((0, 2), (3, 2), (0, 2), (2, 1))
 
 
 def heads(scatter: Ranges, tokens: int = 601, **options: Any) -> Uneven:
-    return Uneven("matmul_all_to_all", (tokens, 5, 3), 2, gather_dim=0, scatter_dim=1, scatter=scatter, **options)
+    return Uneven("matmul_all_to_all", (tokens, 5, 32), 2, gather_dim=0, scatter_dim=1, scatter=scatter, **options)
 
 
 def summed(scatter: Ranges) -> Uneven:
-    return Uneven("matmul_reduce_scatter", (40, 5), 1, scatter_dim=1, scatter=scatter)
+    return Uneven("matmul_reduce_scatter", (40, 80), 1, scatter_dim=1, scatter=scatter)
 
 
 ORDER = {  # rank 1 sends to ranks 2, 3, 0 and 1; its own heads come before all others where another rank gets them
-    "pairs": (heads(PAIRS), ["6", "6", "to 2", "to 3", "to 0"]),
-    "others": (heads(OTHERS), ["6", "to 2", "3", "to 3", "to 0", "6"]),
-    "one head": (heads(((1, 1),) * 4), ["3", "to 2", "to 3", "to 0"]),
-    "partly": (heads(((0, 2), (1, 2), (0, 2), (2, 1))), ["15", "to 2", "to 3", "to 0"]),
-    "sums": (summed(((0, 2), (3, 2), (0, 2), (0, 2))), ["2", "to 2", "to 3", "to 0", "2"]),
+    "pairs": (heads(PAIRS), ["64", "64", "to 2", "to 3", "to 0"]),
+    "others": (heads(OTHERS), ["64", "to 2", "32", "to 3", "to 0", "64"]),
+    "one head": (heads(((1, 1),) * 4), ["32", "to 2", "to 3", "to 0"]),
+    "partly": (heads(((0, 2), (1, 2), (0, 2), (2, 1))), ["160", "to 2", "to 3", "to 0"]),
+    "sums": (summed(((0, 32), (48, 32), (0, 32), (0, 32))), ["32", "to 2", "to 3", "to 0", "32"]),
 }
 
 

@@ -22,7 +22,6 @@ from fusedcomm.bench import tune
 from fusedcomm.plan.cost import in_pieces, model, tuned
 from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.cost.model import DEFAULTS, Constants
-from fusedcomm.plan.geometry import shapes
 from fusedcomm.tools import main
 from fusedcomm.tools.selftest_checks import settings
 
@@ -283,9 +282,9 @@ def test_a_group_across_hosts_plans_by_numbers_of_such_groups(
     assert results[1][:2] == results[0][:2]
     assert inside.algorithm == "chunked" and inside.reason.endswith("tuned numbers")
     constants = APART if measured else model.across_hosts(FAST, Reach(INTER, 2, 1, 1))
-    exchange = shapes.matmul_all_to_all([1024, 1024], [1024, 1024], None, 0, 1, 2)
-    num_pieces, pipelined = in_pieces.fastest("matmul_all_to_all", exchange, "float32", constants)
-    unfused = model.estimate("matmul_all_to_all", exchange, "float32", constants)["unfused"]
+    call = model.usual_call("all_to_all", 1024 * 512, 2, "cpu")
+    num_pieces, pipelined = in_pieces.fastest(*call, "float32", constants)
+    unfused = model.estimate(*call, "float32", constants)["unfused"]
     assert across.algorithm == ("pipelined" if measured else "unfused")  # a link so slow is worth pieces
     assert across.num_rounds == (num_pieces if measured else 0)
     times = {"pipelined": f"{pipelined * 1e3:.3g} ms", "unfused": f"{unfused * 1e3:.3g} ms"}
