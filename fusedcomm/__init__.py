@@ -24,6 +24,7 @@ from fusedcomm.ops.explain import explain
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.ops.plain import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusedcomm.ops.splits import replica_ranges
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.forced import force_algorithm
@@ -41,7 +42,10 @@ __all__ = [
     "PeerMismatchError",
     "PeerTimeoutError",
     "Plan",
+    "all_gather",
     "all_gather_matmul",
+    "all_reduce",
+    "all_to_all",
     "all_to_all_matmul",
     "before_capture",
     "close",
@@ -55,6 +59,7 @@ __all__ = [
     "parallel",
     "redistribute",
     "redistribute_plan",
+    "reduce_scatter",
     "replica_ranges",
     "reset",
     "synchronize",

@@ -15,7 +15,7 @@ class Arguments(NamedTuple):
     """The arguments of a call. Named as in the schemas; an op without an argument leaves its default."""
 
     x: Tensor
-    ws: Sequence[Tensor]  # one, but in all_gather_matmul
+    ws: Sequence[Tensor]  # one, but in all_gather_matmul; none of a plain collective
     biases: Sequence[Tensor | None]  # likewise
     group_size: int
     group_name: str
@@ -31,8 +31,8 @@ class Arguments(NamedTuple):
     k: int | None = None  # of the call that this one is to the other ranks, where its own K may differ
 
     @property
-    def w(self) -> Tensor:
-        return self.ws[0]
+    def w(self) -> Any:
+        return self.ws[0] if self.ws else None
 
     @property
     def shapes(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -48,7 +48,7 @@ class Arguments(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        return self.biases[0]
+        return self.biases[0] if self.biases else None
 
     @property
     def scale(self) -> float:

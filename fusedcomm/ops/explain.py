@@ -28,7 +28,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     is.
 
     Args:
-        op: the name of one of the five ops.
+        op: the name of an op.
 
     Returns:
         A `Plan`, equal on all ranks; it prints as one line.
@@ -51,10 +51,11 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     bound.apply_defaults()
     named = bound.arguments
     options = {name: named[name] for name in _OPTIONS if name in named}
-    x, w, bias = named["x"], named["w"], named["bias"]
-    check_types(x, w, bias, lists=spec.takes_lists, **options)
+    x, w, bias = named["x"], named.get("w", ()), named.get("bias")
+    lists = spec.takes_lists or spec.is_plain
+    check_types(x, w, bias, lists=lists, **options)
     group_size, group_name = resolve(named["group"])
-    ws, biases = lists_of(w, bias) if spec.takes_lists else ([w], [bias])
+    ws, biases = lists_of(w, bias) if lists else ([w], [bias])
     gather_splits, gather_size, scatter_splits, scatter_ranges = (named.get(name) for name in _SPLITS)
     splits = splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, False, group_name).hashable
     options["reduce_op"] = reduce_op_name(named.get("reduce_op", "sum"))

@@ -23,12 +23,12 @@ _PLAIN = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 def _register() -> None:
-    """Tell Inductor how to lower the five ops. Graphs that it has lowered before stay as they are."""
+    """Tell Inductor how to lower the ops. Graphs that it has lowered before stay as they are."""
     if not hasattr(ir, "_CollectiveKernel"):  # it is private; without it ops are plain fallbacks, in no fixed order
         return
     for spec in OPS.values():
         lower = _lower_pair if spec.gathers else _lower_tensor
-        lowering.add_layout_constraint(spec.op, _constrain)
+        lowering.add_layout_constraint(spec.op, _constrain_x if spec.is_plain else _constrain)
         lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
     for op in _PLAIN:
         overload = getattr(torch.ops._c10d_functional, op).default
@@ -83,6 +83,10 @@ def _constrain(node: Node, x: Any, w: Any, *args: Any, **kwargs: Any) -> tuple[t
     like = pytree.tree_map_only(Node, lambda n: n.meta["val"], node.args[1])
     w = [_matrix(*each) for each in zip(w, like, strict=True)] if isinstance(w, Sequence) else _matrix(w, like)
     return (ir.ExternKernel.require_contiguous(x), w, *args), kwargs
+
+
+def _constrain_x(node: Node, x: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (ir.ExternKernel.require_contiguous(x), *args), kwargs
 
 
 def _matrix(w: Any, like: Tensor) -> Any:

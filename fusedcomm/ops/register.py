@@ -30,7 +30,7 @@ def _register(spec: OpSpec) -> None:
     else:
         made = native.register_autograd_kernel(f"fusedcomm::{spec.name}", partial(_autograd, formula), False, formula)
         _native_kernels.append(made)
-    for device_type in ("CPU", "CUDA"):
+    for device_type in () if spec.is_plain else ("CPU", "CUDA"):  # which only moves what it is given
         lib.impl(spec.name, partial(_autocast, spec, device_type), f"Autocast{device_type}")
     names = [spec.name]
     if spec.takes_lists:
@@ -41,7 +41,7 @@ def _register(spec: OpSpec) -> None:
         names.append(f"{spec.name}.agreed")
         lib.define(names[-1] + spec.agreed.schema, tags=[_PT2])
         _register_kernel(spec.agreed, "agreed")
-    if not spec.gathers:
+    if spec.program != "gather_matmul":
         names.append(f"{spec.name}.out")
         _define_out(spec)
     for name in names:

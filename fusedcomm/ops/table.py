@@ -1,4 +1,4 @@
-"""The five ops as a table: schema, checks and geometry, program, and gradients of each."""
+"""The ops as a table: schema, checks and geometry, program, and gradients of each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fusedcomm.ops import (
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
+    plain,
 )
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.plan.geometry.cut import Splits
@@ -62,7 +63,13 @@ class OpSpec:
     @cached_property
     def options(self) -> tuple[str, ...]:
         """The arguments behind x, w and bias, named as in `Arguments` and `Splits`."""
-        return tuple("return_gathered" if name == "return_exchanged" else name for name in (*self.arguments,)[3:])
+        names = (*self.arguments,)[1 if self.is_plain else 3 :]
+        return tuple("return_gathered" if name == "return_exchanged" else name for name in names)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the op is a collective alone: x is its only tensor."""
+        return "x" in self.arguments and "w" not in self.arguments and not self.takes_lists
 
     @property
     def takes_lists(self) -> bool:
@@ -78,8 +85,8 @@ class OpSpec:
 
     def bind(self, args: Sequence[Any], out: Tensor | None = None) -> Arguments:
         """``args``: the schema's; the last ones may be missing."""
-        x, ws, biases, *options = args
-        if not self.takes_lists:
+        x, ws, biases, *options = (args[0], [], [], *args[1:]) if self.is_plain else args
+        if not self.takes_lists and not self.is_plain:
             ws, biases = [ws], [biases]
         named = dict(zip(self.options, options, strict=False))
         splits = [named.pop(name, None) for name in Splits._fields]
@@ -121,7 +128,7 @@ class OpSpec:
     @property
     def agreed(self) -> OpSpec | None:
         """The overload ``agreed``, for sums: ranks match by k, at any K of their own; without w, x is the product."""
-        if "reduce_op" not in self.arguments:
+        if "reduce_op" not in self.arguments or self.is_plain:
             return None
         schema = self.schema.replace("Tensor w", "Tensor? w").replace("str reduce_op", "int k")
         return replace(self, schema=schema)
@@ -139,9 +146,14 @@ def _gathered(args: Arguments) -> Operands:
     return (args.x, args.ws, args.biases), {"return_gathered": args.return_gathered}
 
 
+def _sent(args: Arguments) -> Operands:
+    return (args.x, [], []), {"return_gathered": True}
+
+
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
 SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
 GROUP = 'int group_size, str group_name, str wire="call"'
+WIRE = ''
 
 MATMUL_ALL_TO_ALL = OpSpec(
     name="matmul_all_to_all",
@@ -201,7 +213,49 @@ MATMUL_ALL_REDUCE = OpSpec(
     save=matmul_all_reduce.save,
     backward=matmul_all_reduce.backward,
 )
-OPS = {
-    spec.name: spec
-    for spec in (MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE)
-}
+ALL_TO_ALL = OpSpec(
+    name="all_to_all",
+    schema=f"(Tensor x, int gather_dim, int scatter_dim, {GATHER}, {SCATTER}, int? rank, {GROUP}{WIRE}) -> Tensor",
+    geometry=exchanges.all_to_all,
+    program="gather_matmul",
+    operands=_sent,
+    function=plain.all_to_all,
+    save=plain.save,
+    backward=plain.all_to_all_backward,
+)
+ALL_GATHER = OpSpec(
+    name="all_gather",
+    schema=f"(Tensor x, int gather_dim, {GATHER}, int? rank, {GROUP}{WIRE}) -> Tensor",
+    geometry=exchanges.all_gather,
+    program="gather_matmul",
+    operands=_sent,
+    function=plain.all_gather,
+    save=plain.save,
+    backward=plain.all_gather_backward,
+)
+REDUCE_SCATTER = OpSpec(
+    name="reduce_scatter",
+    schema=f"(Tensor x, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}{WIRE}) -> Tensor",
+    geometry=exchanges.reduce_scatter,
+    program="push_reduce",
+    operands=_reduced,
+    function=plain.reduce_scatter,
+    save=plain.save,
+    backward=plain.reduce_scatter_backward,
+)
+ALL_REDUCE = OpSpec(
+    name="all_reduce",
+    schema=f"(Tensor x, str reduce_op, {GROUP}{WIRE}) -> Tensor",
+    geometry=exchanges.all_reduce,
+    result_shape=exchanges.plainly_all_reduced,
+    program="push_reduce_gather",
+    operands=_reduced,
+    function=plain.all_reduce,
+    save=plain.save,
+    backward=plain.all_reduce_backward,
+)
+_ALL = (
+    *(MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE),
+    *(ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
+)
+OPS = {spec.name: spec for spec in _ALL}

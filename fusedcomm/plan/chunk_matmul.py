@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
@@ -19,7 +21,8 @@ class PushedMatmul:
 
     def __init__(self, s: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
         self.s = s
-        self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, x.shape[-1])
+        columns = x.shape[-1] if w is not None else math.prod(exchange.shape[exchange.num_lead :])
+        self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, columns)
         self.bias = bias
         self.y: Tensor | None = self.x if w is None else None
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it

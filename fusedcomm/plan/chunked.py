@@ -98,11 +98,11 @@ def gather_matmul(
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and behind them gathered x if asked for."""
     x = s.contiguous(x)
-    outs = [s.result(shape, x.dtype) for shape in exchange.out_shapes]
+    outs = [] if exchange.is_plain else [s.result(shape, x.dtype) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     moves = Moves(s, x.dtype)
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
-    by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows
+    by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows or exchange.is_plain
     gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
     max_numel = s.max_chunk_numel(x.dtype)
     if exchange.comes_in_pieces(x.itemsize) and s.device.is_gpu:  # small enough to hide one piece behind another

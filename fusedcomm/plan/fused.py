@@ -107,7 +107,7 @@ def gather_matmul(
     its loop loads by one descriptor. The product of another matmul would be rounded once more.
     """
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
-    outs = [s.result(shape, x.dtype) for shape in exchange.out_shapes]
+    outs = [] if exchange.is_plain else [s.result(shape, x.dtype) for shape in exchange.out_shapes]
     gathered = s.result(exchange.shape, x.dtype) if return_gathered else None
     by_copy = copy_engines_send(exchange, s.device, x.itemsize)
     own = exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot

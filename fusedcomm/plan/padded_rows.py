@@ -15,6 +15,9 @@ from fusedcomm.plan.geometry.exchange import Exchange
 def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *operands: Any, scale: float) -> Tensor:
     """``program(s, exchange, ...)``, which takes x with the exchange's rows, and the bias of this rank's columns."""
     x, w, bias, partial_bias, out = operands
+    shape = x.shape
+    if exchange.is_plain:
+        x = s.reshape(x, math.prod(shape[:-1]), shape[-1])
     batches, num_rows, k = x.shape[: exchange.num_batch_dims], exchange.num_rows, x.shape[-1]
     padding = num_rows - math.prod(x.shape[exchange.num_batch_dims : -1])
     if bias is not None and exchange.splits_columns:
@@ -29,6 +32,6 @@ def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *oper
     if out is None and not found.is_contiguous():
         out = s.result((*x.shape[:-1], exchange.shape[-1]), x.dtype)
     if out is None:
-        return found.view(*x.shape[:-1], exchange.shape[-1])
+        return found.view(*shape[:-1], exchange.shape[-1])
     s.copy(out.view(found.shape), found)
     return out

@@ -95,7 +95,7 @@ def gather_matmul(
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and behind them gathered x if asked for."""
     x = s.contiguous(x)
-    outs = [s.result(shape, x.dtype) for shape in exchange.out_shapes]
+    outs = [] if exchange.is_plain else [s.result(shape, x.dtype) for shape in exchange.out_shapes]
     matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # One matmul takes all sources where K is gathered, and all pieces where rows are so few that it mostly reads w.
     by_piece, by_chunk = exchange.splits_columns, not (exchange.splits_columns or exchange.few_rows)

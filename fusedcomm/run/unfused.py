@@ -35,7 +35,7 @@ def push_reduce(
 ) -> list[Tensor]:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     y, moves = _product(x, w, partial_bias), _collective("reduce_scatter", s, exchange, x)
-    total = reference.reduce_scatter(y, _reduce_op(scale), exchange.split_dim, *moves)
+    total = _apart(reference.reduce_scatter(y, _reduce_op(scale), exchange.split_dim, *moves), x)
     return _into(out, total if bias is None else total + bias)
 
 
@@ -43,7 +43,8 @@ def push_reduce_gather(
     s: CallMemory, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> list[Tensor]:
     """``all_reduce(x @ w + partial_bias) * scale + bias``."""
-    total = reference.all_reduce(_product(x, w, partial_bias), _reduce_op(scale), s.group_size, s.group_name)
+    y = _product(x, w, partial_bias)
+    total = _apart(reference.all_reduce(y, _reduce_op(scale), s.group_size, s.group_name), x)
     return _into(out, total if bias is None else total + bias)
 
 
@@ -57,11 +58,11 @@ def gather_matmul(
     else:
         moves = _collective("all_to_all", s, exchange, x)
         gathered = reference.exchange(x, exchange.split_dim, scatter_dim, *moves)
-    rows = gathered.flatten(exchange.num_lead)
+    rows = gathered if exchange.is_plain else gathered.flatten(exchange.num_lead)
     outs = [reference.matmul(rows, w, bias) for w, bias in zip(ws, biases, strict=True)]
     if not return_gathered:
         return outs
-    return [*outs, gathered.clone() if gathered.data_ptr() == x.data_ptr() else gathered]  # a result is never x itself
+    return [*outs, _apart(gathered, x)]
 
 
 def pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
@@ -73,6 +74,11 @@ def pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
 
 def _product(x: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if w is None else reference.matmul(x, w, bias)
+
+
+def _apart(result: Tensor, x: Tensor) -> Tensor:
+    """A result is never x itself."""
+    return result.clone() if result.data_ptr() == x.data_ptr() else result
 
 
 def _collective(kind: str, s: CallMemory, exchange: Exchange, x: Tensor) -> tuple[Any, ...]:

@@ -228,8 +228,10 @@ std::optional<Backward> Backward::of(const c10::FunctionSchema& schema, at::Arra
     for (const c10::IValue& each : given.toListRef()) found.push_back(one(each));
     return found;
   };
+  const auto formula = kFormulas.find(schema.name());
+  if (formula == kFormulas.end()) return std::nullopt;
   Backward made;
-  made.formula_ = kFormulas.at(schema.name());
+  made.formula_ = formula->second;
   CallFacts& call = made.call_;
   call.x = one(arguments[0]);
   call.ws = several(arguments[1]);

@@ -47,13 +47,13 @@ def seconds(
         compute += constants.copy(2 * sent_bytes(call.kind, chunk_bytes, num_ranks))
     steps = compute + wire + (num_pieces - 1) * max(compute, wire)
     host = num_pieces * (constants.piece_overhead + num_ranks * constants.chunk_overhead)
-    alone = call.matmul() if call.exchange.few_rows else 0.0
+    alone = call.matmul() if call.at_once else 0.0
     return alone + (steps + host if constants.on_cpu else max(steps, host) + host / num_pieces)
 
 
 def _matmuls(call: TimedCall, num_pieces: int) -> float:
     """The matmuls of one piece: R of a chunk each, or one where K is gathered."""
-    if call.exchange.few_rows:
+    if call.at_once:
         return 0.0
     if call.exchange.gathers and call.exchange.splits_columns:
         found = call.matmul(num_pieces)
@@ -64,12 +64,12 @@ def _matmuls(call: TimedCall, num_pieces: int) -> float:
 
 def _placing(call: TimedCall, num_bytes: float, backend_sums: bool) -> float:
     """The bytes packed, unpacked and added for one piece, of which ``num_bytes`` go to a peer."""
-    unpack, kind, few_rows = call.constants.unpack, call.kind, call.exchange.few_rows
+    unpack, kind, at_once = call.constants.unpack, call.kind, call.at_once
     peers, everyone = (call.num_ranks - 1) * num_bytes, call.num_ranks * num_bytes
     if call.exchange.gathers:
         packed = unpack(peers) if kind == "all_to_all" else 0.0
-        return packed + (unpack(everyone) if call.exchange.splits_columns or few_rows else 0.0)
-    placed = (unpack(everyone) if few_rows else 0.0) + (unpack(peers) if kind != "reduce_scatter" else 0.0)
+        return packed + (unpack(everyone) if call.exchange.splits_columns or at_once else 0.0)
+    placed = (unpack(everyone) if at_once else 0.0) + (unpack(peers) if kind != "reduce_scatter" else 0.0)
     if kind == "all_to_all":
         return placed
     if backend_sums:

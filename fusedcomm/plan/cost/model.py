@@ -54,6 +54,7 @@ KINDS = {
     "all_gather_matmul": "all_gather",
     "matmul_reduce_scatter": "reduce_scatter",
     "matmul_all_reduce": "all_reduce",
+    **{kind: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")},
 }
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
 DEFAULT, TUNED = "default", "tuned"
@@ -307,6 +308,9 @@ class TimedCall:
         self.ns = [shape[-1] for shape in exchange.out_shapes]  # of each w
         if not exchange.gathers:
             self.ns = [math.prod(exchange.shape[exchange.num_lead :])]
+        if exchange.is_plain:
+            self.ns = []
+        self.at_once = exchange.few_rows or exchange.is_plain  # one matmul for all chunks, or none
         self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
         self.all_bytes = self.num_ranks * self.chunk_bytes
         self.takes_all = exchange.takes_all(ITEMSIZE[dtype])
@@ -334,6 +338,8 @@ class TimedCall:
             return self._issued("fused", matmul + constants.link_latency + self._after(self.all_bytes, again))
         by_copy = self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
         device = constants.link_latency + self._fused_gather(sent, by_copy)
+        if self.exchange.is_plain:
+            device += constants.unpack(self.all_bytes)
         return self._issued("fused", device, by_copy * _COPIED * self.num_ranks)
 
     def _issued(self, algorithm: str, device: float, num_chunks: float = 0.0) -> float:
@@ -360,7 +366,7 @@ class TimedCall:
     def _chunked_push(self) -> float:
         constants, others = self.constants, self.num_ranks - 1
         transfer, signal = constants.transfer(self.chunk_bytes), constants.signal_latency
-        if self.exchange.multiplies_once:
+        if self.exchange.multiplies_once or self.at_once:
             return self.matmul() + (others + constants.on_cpu) * transfer + signal
         each = self.chunk_matmul()
         if constants.on_cpu:
@@ -370,7 +376,7 @@ class TimedCall:
     def _chunked_gather(self) -> float:
         constants = self.constants
         transfers = (self.num_ranks - 1) * constants.transfer(self.chunk_bytes) + constants.signal_latency
-        if self.exchange.few_rows or self.takes_all:
+        if self.at_once or self.takes_all:
             arrival, matmul = transfers + constants.unpack(self.all_bytes), self.matmul()
             return arrival / self.pieces + max(matmul, (1 - 1 / self.pieces) * arrival + matmul / self.pieces)
         each = self.chunk_matmul()

@@ -110,9 +110,16 @@ class Exchange:
         return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there is no matmul."""
+        return self.num_lead == len(self.shape)
+
+    @property
     def tells_k(self) -> bool:
         """Whether each rank finds the same dims of the exchanged x to make up K, by their product."""
-        if not self.gathers or self.cut is None or self.cut.scattered is None or self._scatter_dim is None:
+        if self.is_plain or not self.gathers or self.cut is None:
+            return True
+        if self.cut.scattered is None or self._scatter_dim is None:
             return True
         fewest, is_last = min(self.cut.scattered.sizes), self._scatter_dim == len(self.shape) - 1
         return self._scatter_dim < self.split_dim or fewest > 1 or (fewest == 1 and is_last)

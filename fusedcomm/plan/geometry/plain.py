@@ -1,0 +1,140 @@
+"""The Exchange of each collective without a matmul. All dims of its tensor are rows, so that rounds cut it anywhere."""
+
+from __future__ import annotations
+
+import math
+
+from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.shapes import (
+    Shape,
+    _check_dim,
+    _check_dims,
+    _check_group_size,
+    _check_reduce_op,
+    _gathered,
+    _is_symbolic,
+    _with,
+    of,
+)
+from fusedcomm.plan.geometry.spans import block_shape
+
+
+def all_to_all(x: Shape, gather_dim: int, scatter_dim: int, group_size: int, splits: Splits = EVEN) -> Exchange:
+    """``exchange(x, gather_dim, scatter_dim)``."""
+    _check(x, group_size)
+    gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(x))
+    cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size)
+    if cut is None:
+        exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
+        return _gather(x, exchanged, gather_dim, scatter_dim, group_size)
+    (gathered, scattered), largest = cut.both, None
+    if not _is_symbolic((*x, *cut)):
+        sizes = _with(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+        largest = of(all_to_all, tuple(sizes), gather_dim, scatter_dim, group_size)
+    exchanged = _with(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+    return _gather(x, exchanged, gather_dim, scatter_dim, group_size, cut, largest)
+
+
+def all_gather(x: Shape, gather_dim: int, group_size: int, splits: Splits = EVEN) -> Exchange:
+    """Every rank's x, concatenated along gather_dim."""
+    _check(x, group_size)
+    gather_dim = _check_dim("gather_dim", gather_dim, len(x))
+    cut, largest = cut_of(splits, x[gather_dim], None, group_size), None
+    if cut is None or cut.gathered is None:
+        return _gather(x, _gathered(x, gather_dim, group_size), gather_dim, None, group_size)
+    if not _is_symbolic((*x, *cut)):
+        largest = of(all_gather, tuple(_with(x, {gather_dim: cut.gathered.largest})), gather_dim, group_size)
+    return _gather(x, _with(x, {gather_dim: cut.gathered.total}), gather_dim, None, group_size, cut, largest)
+
+
+def reduce_scatter(x: Shape, reduce_op: str, scatter_dim: int, group_size: int, splits: Splits = EVEN) -> Exchange:
+    """This rank's part along scatter_dim of the ranks' sum or average."""
+    _check(x, group_size)
+    _check_reduce_op(reduce_op)
+    scatter_dim = _check_dim("scatter_dim", scatter_dim, len(x))
+    cut, largest = cut_of(splits, None, x[scatter_dim], group_size), None
+    if cut is None or cut.scattered is None:
+        block = block_shape(x, scatter_dim, group_size)
+        return _reduce(x, scatter_dim, (block, None), group_size, reduce_op)
+    if not _is_symbolic((*x, *cut)):
+        sizes = tuple(_with(x, {scatter_dim: group_size * cut.scattered.largest}))
+        largest = of(reduce_scatter, sizes, reduce_op, scatter_dim, group_size)
+    block = _with(x, {scatter_dim: cut.scattered.sizes[cut.rank]})
+    return _reduce(x, scatter_dim, (block, None), group_size, reduce_op, cut, largest)
+
+
+def all_reduce(x: Shape, reduce_op: str, group_size: int) -> Exchange:
+    """The ranks' sum or average: each rank reduces one block of x as [rows, n] and gathers the others.
+
+    Columns are cut where they are more than rows. Where R divides neither, the Exchange is that of a few more rows.
+    """
+    check_all_reduce(x, reduce_op, group_size)
+    rows, n = math.prod(x[:-1]), x[-1]
+    by_columns = n % group_size == 0 and (n > rows or rows % group_size != 0)
+    padding = 0 if by_columns else -rows % group_size
+    blocks = [rows + padding, n]
+    exchange = _reduce(blocks, int(by_columns), (blocks, int(by_columns)), group_size, reduce_op)
+    exchange.out_shapes = [blocks if padding else [*x]]
+    return exchange
+
+
+def check_all_reduce(x: Shape, reduce_op: str, group_size: int) -> None:
+    _check(x, group_size)
+    _check_reduce_op(reduce_op)
+
+
+def _check(x: Shape, group_size: int) -> None:
+    _check_group_size(group_size)
+    if len(x) == 0:
+        raise ValueError(f"x must have at least 1 dim, got shape {tuple(x)}")
+
+
+def _gather(
+    x: Shape,
+    gathered: list[int],
+    gather_dim: int,
+    scatter_dim: int | None,
+    group_size: int,
+    cut: Cut | None = None,
+    largest: Exchange | None = None,
+) -> Exchange:
+    return Exchange(
+        shape=gathered,
+        num_lead=len(gathered),
+        num_batch_dims=0,
+        split_dim=gather_dim,
+        packed=([*x], scatter_dim),
+        unpacked=(gathered, gather_dim),
+        group_size=group_size,
+        out_shapes=[gathered],
+        k=0,
+        gathers=True,
+        cut=cut,
+        largest=largest,
+    )
+
+
+def _reduce(
+    x: Shape,
+    split_dim: int,
+    unpacked: tuple[list[int], int | None],
+    group_size: int,
+    reduce_op: str,
+    cut: Cut | None = None,
+    largest: Exchange | None = None,
+) -> Exchange:
+    return Exchange(
+        shape=[*x],
+        num_lead=len(x),
+        num_batch_dims=0,
+        split_dim=split_dim,
+        packed=(block_shape(x, split_dim, group_size), None),
+        unpacked=unpacked,
+        group_size=group_size,
+        out_shapes=[unpacked[0]],
+        k=0,
+        reduce_op=reduce_op,
+        cut=cut,
+        largest=largest,
+    )
