@@ -25,6 +25,7 @@ class PushedMatmul:
         self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, columns)
         self.bias = bias
         self.y: Tensor | None = self.x if w is None else None
+        self.sent = self.x.view(-1) if exchange.is_plain else None
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
         self.makers: set[int] = set()  # dst_ranks: products are computed with their chunks
         self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
@@ -54,6 +55,10 @@ class PushedMatmul:
                     self._multiply(at, rank, at.rows, product)
             else:
                 self.makers.add(next((dst for dst in receivers if dst > rank), receivers[0]))
+
+    def packed(self, spans: ChunkSpans, dst_rank: int) -> Tensor | None:
+        """dst_rank's chunk where it lies in x, as runs (outer, inner); None where x is multiplied."""
+        return None if self.sent is None else spans.rows.view(self.sent, 0, dst_rank)
 
     def __call__(self, spans: ChunkSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""

@@ -10,6 +10,7 @@ multiplies its own chunk where it lies in x, before the chunks of peers are need
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -42,9 +43,9 @@ def push_reduce(
     s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    if w is None and not s.device.for_capture:
+    if w is None and (copy_engines_send(exchange, s.device, x.itemsize) or not exchange.is_plain):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale)
-    x, w = s.contiguous(x), launches.loadable(s, _identity(s, x) if w is None else w)
+    x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
         _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
@@ -55,9 +56,9 @@ def push_reduce_gather(
     s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
-    if w is None and not s.device.for_capture:
+    if w is None and (copy_engines_send(exchange, s.device, x.itemsize) or not exchange.is_plain):
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale)
-    x, w = s.contiguous(x), launches.loadable(s, _identity(s, x) if w is None else w)
+    x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)
     for spans in _rounds(s, exchange, x):
@@ -70,29 +71,22 @@ def push_reduce_gather(
     return out
 
 
-def _identity(s: Builder, x: Tensor) -> Tensor:
-    """In place of w where x is the product: `chunked` copies it to slots that a CUDA graph would fix. A row with an inf
-    becomes NaN.
-    """
-    s.device = s.device._replace(allow_tf32=False)  # which would round x
-    made = s.temporary((x.shape[-1], x.shape[-1]), x.dtype)
-    s.update(made, "fill_", 0)
-    s.update(made.diagonal(), "fill_", 1)
-    return made
-
-
 def _push_sum(
     s: Builder,
     x: Tensor,
-    w: Tensor,
-    partial_bias: Tensor | None,
+    w: Given,
+    partial_bias: Given,
     spans: RoundSpans,
     out: Tensor,
-    bias: Tensor | None,
+    bias: Given,
     scale: float,
 ) -> None:
-    with s.lane("matmul"):
-        launches.push(s, x, w, partial_bias, spans)
+    if w is None:
+        with s.lane("push"):
+            launches.pack(s, x, replace(spans, pack=spans.rows))
+    else:
+        with s.lane("matmul"):
+            launches.push(s, x, w, partial_bias, spans)
     with s.lane("copy"):
         launches.reduce(s, out, spans, bias, scale)
     s.add(EndRound(by_kernel=True))
@@ -150,7 +144,7 @@ def _rounds(s: Builder, exchange: Exchange, x: Tensor) -> list[RoundSpans]:
 
 
 def copy_engines_send(exchange: Exchange, device: Device, itemsize: int) -> bool:
-    """Whether copy engines send the chunks of a gather, beside its matmul.
+    """Whether copy engines send the chunks of a tensor as they are, beside the matmul of a gather.
 
     A graph would fix the slots, and the epoch of a workspace that graphs use is known on the device alone. Copies of
     short runs need SMs, which the matmul may hold while it waits for them; so do copies within a GPU, as between ranks

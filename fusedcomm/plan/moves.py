@@ -50,6 +50,7 @@ class Moves:
         self.peers, self.sources = peers_of(s.rank, s.group_size), sources_of(s.rank, s.group_size)
         self.posted: Tensor | None = None  # the result that peers may write, in its memory of this call
         self.staging: dict[int, Tensor] = {}  # by dst_rank: written by a matmul and read by a copy, in every round
+        self.own: Tensor | None = None  # the chunk of this round that stays here, if it is read where it lies in x
         self.copied: dict[int, int] = {}  # by dst_rank: the event after which it may be written again
         self.ended: list[int] = []  # the ends of the last rounds of both slots: then MAIN may write there again
         if s.device.is_gpu:
@@ -91,6 +92,8 @@ class Moves:
         if s.device.is_gpu:
             self._push_staged(spans, matmul, out)
             return
+        packed = matmul.packed(spans.at(self.rank), self.rank)
+        self.own = packed[0] if packed is not None and len(packed) == 1 else None
         own = own_place(spans, self.rank, out)
         own = self._chunk(spans, self.rank) if own is None else own
         late = None
@@ -109,18 +112,22 @@ class Moves:
             else:
                 self._multiply(matmul, spans, dst_rank, self._chunk(spans, dst_rank))
             self._signal(dst_rank)
-        self._multiply(matmul, spans, self.rank, own, late and late._replace(answer=False))
+        if self.own is None:
+            self._multiply(matmul, spans, self.rank, own, late and late._replace(answer=False))
 
     def _push_staged(self, spans: RoundSpans, matmul: PushedMatmul, out: Tensor | None) -> None:
         s = self.s
         for dst_rank in self.peers:
-            part = self._chunk(spans, dst_rank)
+            part, packed = self._chunk(spans, dst_rank), matmul.packed(spans.at(dst_rank), dst_rank)
             if dst_rank == self.rank:
                 own = own_place(spans, self.rank, out)
                 if spans.by_peer and self.ended:  # _unpack_parts of the round before may write all of out
                     s.after(MAIN, self.ended[-1])
                 self._multiply(matmul, spans, dst_rank, part if own is None else own)
                 s.join(SENDS, MAIN)
+            elif packed is not None:
+                with s.on(SENDS), s.lane("push", dst_rank):
+                    copy_runs(s, part, packed)
             else:
                 if dst_rank in self.copied:
                     s.after(MAIN, self.copied[dst_rank])
@@ -263,6 +270,8 @@ class Moves:
         for src_rank in self.sources[1:]:
             self.wait(src_rank)
         parts = [self.s.chunk(self.rank, src_rank, spans, self.dtype) for src_rank in range(s.group_size)]
+        if self.own is not None:
+            parts[self.rank] = self.own
         total = spans.at(self.rank).pack.view(out.view(-1), 0, self.rank).view(-1)
         with s.lane("copy"):
             s.reduce(total, parts, bias, scale)

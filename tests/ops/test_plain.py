@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -12,110 +12,15 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan.geometry.cut import chunk_parts
 from tests.helpers.groups import empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.plain_cases import EVEN, UNEVEN, Case
 from tests.helpers.prepared import CALLS, IN_PYTHON, python_calls, started_group
 from tests.helpers.spies import Dispatched, pushed
 from tests.helpers.tiers import thorough_but
 
 ALGORITHMS = ["unfused", "chunked", "pipelined"]
 PLAIN = [op for op, spec in OPS.items() if spec.is_plain]
-Parts = list[tuple[int, int]]
-
-
-class Case(NamedTuple):
-    """``shape``: the whole of x, whose ``gather_dim`` the ranks have in parts."""
-
-    op: str
-    shape: tuple[int, ...]
-    gather_dim: int | None = None
-    scatter_dim: int | None = None
-    reduce_op: str = "sum"
-    splits: str = ""  # how parts differ: "chunk", "given", "ranges"
-
-    def parts(self, size: int, num_ranks: int, gathers: bool) -> Parts:
-        """(start, size) of each rank's part of a dim."""
-        if self.splits == "given" or (self.splits == "ranges" and gathers):
-            sizes = [size - (num_ranks - 1) * (size // (num_ranks + 1)), *[size // (num_ranks + 1)] * (num_ranks - 1)]
-            return [(sum(sizes[:rank]), sizes[rank]) for rank in range(num_ranks)]
-        if self.splits == "ranges":  # they overlap, and one is empty
-            return [*[(rank, size - rank) for rank in range(num_ranks - 1)], (0, 0)]
-        return [*zip(*chunk_parts(size, num_ranks)[:2], strict=True)]
-
-    def options(self, num_ranks: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"reduce_op": self.reduce_op} if "reduce" in self.op else {}
-        if self.gather_dim is not None:
-            found["gather_dim"] = self.gather_dim
-            size = self.shape[self.gather_dim]
-            if self.splits == "chunk":
-                found["gather_size"] = size
-            elif self.splits:
-                found["gather_splits"] = [size for _, size in self.parts(size, num_ranks, True)]
-        if self.scatter_dim is not None:
-            found["scatter_dim"] = self.scatter_dim
-            parts = self.parts(self.shape[self.scatter_dim], num_ranks, False)
-            if self.splits == "given":
-                found["scatter_splits"] = [size for _, size in parts]
-            elif self.splits == "ranges":
-                found["scatter_ranges"] = parts
-        return found
-
-    def cut(self, whole: Tensor, num_ranks: int) -> list[Tensor]:
-        """Every rank's x. A sum has terms that differ."""
-        if self.gather_dim is None:
-            return [whole + rank for rank in range(num_ranks)]
-        parts = self.parts(self.shape[self.gather_dim], num_ranks, True)
-        return [whole.narrow(self.gather_dim, *part) for part in parts]
-
-    def results(self, xs: list[Tensor]) -> list[Tensor]:
-        """Every rank's result, from every rank's x."""
-        whole = sum(xs) if self.gather_dim is None else torch.cat(xs, self.gather_dim)
-        assert isinstance(whole, Tensor)
-        if self.reduce_op == "avg":
-            whole = whole / len(xs)
-        if self.scatter_dim is None:
-            return [whole] * len(xs)
-        parts = self.parts(self.shape[self.scatter_dim], len(xs), False)
-        return [whole.narrow(self.scatter_dim, *part) for part in parts]
-
-    def whole(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
-        """Multiples of 6, so that sums and averages of up to 3 are exact in bfloat16."""
-        generator = torch.Generator().manual_seed(seed)
-        return 6.0 * torch.randint(-8, 9, self.shape, generator=generator).to(dtype)
-
-    def call(self, x: Tensor, group: Any = None) -> Tensor:
-        options = self.options(dist.get_world_size(group))
-        return getattr(fusedcomm, self.op)(x, group=group, **options)  # type: ignore[no-any-return]
-
-
-EVEN = [
-    Case("all_to_all", (12, 6, 5), 0, 1),
-    Case("all_to_all", (2, 12, 6, 5), -2, 1),
-    Case("all_to_all", (12, 6), -1, 0),
-    Case("all_gather", (12,), 0),
-    Case("all_gather", (5, 12, 3), 1),
-    Case("reduce_scatter", (12,), None, 0),
-    Case("reduce_scatter", (5, 12, 3), None, 1, "avg"),
-    Case("reduce_scatter", (12, 3), None, 0),
-    Case("all_reduce", (12, 5)),
-    Case("all_reduce", (3, 4, 5), reduce_op="avg"),
-    Case("all_reduce", (2, 12)),
-    Case("all_reduce", (7,)),
-    Case("all_reduce", (5, 7)),
-    Case("all_to_all", (12, 6, 0), 0, 1),
-    Case("all_reduce", (0, 3)),
-]
-UNEVEN = [
-    Case("all_to_all", (13, 7, 5), 0, 1, splits="chunk"),
-    Case("all_to_all", (13, 7), 1, 0, splits="given"),
-    Case("all_to_all", (13, 4), 0, 1, splits="ranges"),
-    Case("all_gather", (2, 13, 3), 1, splits="chunk"),
-    Case("all_gather", (13,), 0, splits="given"),
-    Case("reduce_scatter", (2, 13, 3), None, 1, splits="chunk"),
-    Case("reduce_scatter", (13,), None, 0, "avg", splits="given"),
-    Case("reduce_scatter", (4, 13), None, 1, splits="ranges"),
-]
 EACH = {op: next(case for case in EVEN if case.op == op) for op in PLAIN}
 
 
@@ -137,6 +42,13 @@ def test_values(rank: int, world_size: int, algorithm: str) -> None:
         for case in [*EVEN, *UNEVEN]:
             for seed, dtype in enumerate([torch.float32, torch.bfloat16] * 2):
                 check(case, None, dtype, seed)
+
+
+@on_ranks(3)
+def test_values_of_fused(rank: int) -> None:
+    with fusedcomm.force_algorithm("fused", strict=True):
+        for case in [*EACH.values(), *EVEN[-4:-2]]:
+            check(case)
 
 
 @on_ranks(2)

@@ -18,6 +18,8 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
+from tests.helpers.plain_cases import IN_ROUNDS as PLAIN
+from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
@@ -81,7 +83,7 @@ def blocked(world: World, program: Program) -> list[str]:
 @pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
 def test_nothing_races(group_size: int, way: str) -> None:
     """Every op in several rounds, in one with few rows, and in one with none, where only signals are sent."""
-    assert not found(world_of(way, group_size), calls([*PROBLEMS, *FEW_ROWS, BATCHED]))
+    assert not found(world_of(way, group_size), calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN]))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -128,8 +130,8 @@ def is_needed_elsewhere(schedule: Schedule, place: int, rank: int) -> bool:
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if WAYS[name][1].is_gpu])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_every_event_is_needed(problem: Problem, way: str) -> None:
+@pytest.mark.parametrize("problem", [*PROBLEMS, *PLAIN], ids=str)
+def test_every_event_is_needed(problem: Problem | Case, way: str) -> None:
     """Without a stream's wait for it there is a race, unless other waits say the same. Calls follow one of `fused`."""
 
     def program(call: Calls) -> None:

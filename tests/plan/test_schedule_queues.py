@@ -22,6 +22,7 @@ from tests.plan.test_schedule import (
     BATCHED,
     FEW_ROWS,
     LARGE,
+    PLAIN,
     PROBLEMS,
     STRIDED,
     WAYS,
@@ -39,7 +40,7 @@ ROWS = Problem("rows", (2048, 256), 8192, 0, op="all_gather_matmul")
 @pytest.mark.parametrize("group_size", SIZES)
 def test_no_call_hangs(way: str, group_size: int) -> None:
     """Every op in several rounds, with few rows and none; then with tiles for all SMs."""
-    assert not hangs(world_of(way, group_size).enqueue(calls([*PROBLEMS, *FEW_ROWS, BATCHED])))
+    assert not hangs(world_of(way, group_size).enqueue(calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN])))
     assert not hangs(large_world(way, group_size, 2).enqueue(on_two_streams([*LARGE, *STRIDED])))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +10,15 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.kernels.triton.bundles import Traits
 from fusedcomm.memory import stream_writes, topology
+from fusedcomm.ops.table import OPS
 from fusedcomm.plan import fused
 from fusedcomm.plan.builder import Device, build, layout_of
 from fusedcomm.plan.geometry import shapes
-from fusedcomm.plan.schedule import Launch
+from fusedcomm.plan.padded_rows import padded
+from fusedcomm.plan.schedule import Base, Copy, Launch, Multiply, Stream
 from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers.plain_cases import IN_ROUNDS, Case
 from tests.helpers.schedule.programs import GPU as SM_90
 from tests.helpers.schedule.programs import memory_of
 
@@ -65,20 +68,22 @@ def launches_of(program: Any, exchange: Any, device: Device, *operands: Any, **f
     return [step.work for step in made.steps if isinstance(step.work, Launch)]
 
 
-@pytest.mark.parametrize("has_w", [True, False])
-def test_a_sum_in_a_graph_is_not_rounded_to_tf32(has_w: bool) -> None:
-    """x is multiplied by an identity there."""
-    x, w = (layout_of(torch.empty(64, 64, device="meta")) for _ in range(2))
-    exchange = shapes.matmul_reduce_scatter((64, 64), (64, 64), "sum", 0, 2)
-    device = SM_90._replace(for_capture=True, allow_tf32=True)
-    operands = x, w if has_w else None, None, None, None
-    found = [
-        each.allow_tf32
-        for launch in launches_of(fused.push_reduce, exchange, device, *operands, scale=1.0)
-        for each in launch.arguments
-        if isinstance(each, Traits)
-    ]
-    assert found == [has_w]
+@pytest.mark.parametrize("for_capture", [True, False])
+@pytest.mark.parametrize("case", IN_ROUNDS, ids=str)
+def test_a_plain_op_multiplies_nothing(case: Case, for_capture: bool) -> None:
+    """Copy engines send long runs; in a graph, and for short ones, a kernel does."""
+    spec, args = OPS[case.op], case.arguments(0, 2, torch.bfloat16)
+    device = SM_90._replace(for_capture=for_capture, least_copied=4096)
+    (x, *others), facts = spec.operands(args)
+    exchange = spec.exchange_of(args)
+    program = partial(padded, fused.push_reduce_gather) if case.op == "all_reduce" else getattr(fused, spec.program)
+    made = build(program, exchange, memory_of(0, 2, 1 << 27), device, [layout_of(x), *others], **facts)
+    kernels = [step.work.kernel.partition(".")[2] for step in made.steps if isinstance(step.work, Launch)]
+    packs = for_capture or exchange.sent_run * 2 < 4096
+    assert ("pack_kernel" in kernels) == packs and not any("matmul" in kernel for kernel in kernels)
+    assert not any(isinstance(step.work, Multiply) for step in made.steps)
+    sent = {step.work.source.base for step in made.steps if isinstance(step.work, Copy) and step.stream == Stream.SENDS}
+    assert packs or Base.INPUT in sent  # no other memory between
 
 
 @pytest.mark.parametrize("num_columns", [0, 64])

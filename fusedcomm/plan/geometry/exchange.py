@@ -106,7 +106,7 @@ class Exchange:
     @cached_property
     def sent_run(self) -> int:
         """Consecutive elements for one rank where a tensor is sent as it is, in blocks."""
-        sizes, split_dim = self.packed
+        sizes, split_dim = self.packed if self.gathers else (self.shape, self.split_dim)
         return self.chunk_numel if split_dim is None else math.prod(sizes[split_dim:]) // self.group_size
 
     @property

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops.table import OPS
 from fusedcomm.plan import chunked, fused, pipelined
 from fusedcomm.plan.builder import Device, Memory, build, layout_of
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Schedule
+from tests.helpers.plain_cases import Case
 from tests.helpers.problems import GATHERS, Problem
 from tests.helpers.schedule.kernel_effects import Group
 from tests.helpers.schedule.multiprocessors import NUM_SMS
@@ -87,7 +89,7 @@ class Calls:
 
     def __call__(
         self,
-        problem: Problem | Uneven,
+        problem: Problem | Uneven | Case,
         group: Group | None = None,
         caller: Hashable = 0,
         dtype: torch.dtype = BF16,
@@ -123,7 +125,7 @@ def operands(problem: Problem | Uneven, x: Any, ws: list[Any], biases: list[Any]
 
 
 def schedule(
-    problem: Problem | Uneven,
+    problem: Problem | Uneven | Case,
     memory: Memory,
     device: Device,
     algorithm: str,
@@ -131,6 +133,8 @@ def schedule(
     by_product: bool = False,
 ) -> Schedule:
     """The steps of a rank in one call, made without a group."""
+    if isinstance(problem, Case):
+        return _plain(problem, memory, device, algorithm, dtype)
     exchange, *tensors = geometry(problem, memory, dtype)
     programs, facts = ALGORITHMS[algorithm], dict[str, Any]()
     if problem.op == "matmul_all_to_all":
@@ -142,6 +146,16 @@ def schedule(
         program = programs.push_reduce if scatters else partial(padded, programs.push_reduce_gather)
         facts = {"scale": 1 / memory.group_size if getattr(problem, "reduce_op", "sum") == "avg" else 1.0}
     return build(program, exchange, memory, device, operands(problem, *tensors), num_pieces=NUM_PIECES, **facts)
+
+
+def _plain(case: Case, memory: Memory, device: Device, algorithm: str, dtype: torch.dtype) -> Schedule:
+    spec, args = OPS[case.op], case.arguments(memory.rank, memory.group_size, dtype)
+    (x, *others), facts = spec.operands(args)
+    program: Program = getattr(ALGORITHMS[algorithm], spec.program)
+    if spec.program == "push_reduce_gather":
+        program = partial(padded, program)
+    given = [layout_of(x), *others]
+    return build(program, spec.exchange_of(args), memory, device, given, num_pieces=NUM_PIECES, **facts)
 
 
 def geometry(
@@ -175,13 +189,15 @@ def _of_uneven(case: Any, memory: Memory, dtype: torch.dtype) -> tuple[Exchange,
     return exchange, *_layouts(x), _layouts(w), _layouts(bias)
 
 
-def each_way(problem: Problem | Uneven) -> list[tuple[Problem | Uneven, bool]]:
+def each_way(problem: Problem | Uneven | Case) -> list[tuple[Problem | Uneven | Case, bool]]:
     """The call, and one with its by-product if it has one, of a w that is stored as nn.Linear stores its weight."""
+    if isinstance(problem, Case):
+        return [(problem, False)] * 2
     again = problem if isinstance(problem, Uneven) else replace(problem, transposed=True)
     return [(problem, False), (again, problem.op in GATHERS)]
 
 
-def calls(problems: Sequence[Problem | Uneven], dtype: torch.dtype = BF16, twice: bool = True) -> Program:
+def calls(problems: Sequence[Problem | Uneven | Case], dtype: torch.dtype = BF16, twice: bool = True) -> Program:
     """The calls one after the other, in each group in turn; ``twice``: `each_way`."""
 
     def program(call: Calls) -> None:
@@ -193,7 +209,7 @@ def calls(problems: Sequence[Problem | Uneven], dtype: torch.dtype = BF16, twice
     return program
 
 
-def on_two_streams(problems: Sequence[Problem]) -> Program:
+def on_two_streams(problems: Sequence[Problem | Case]) -> Program:
     """Each group's calls on a stream of its own, with a matmul of the caller's behind each."""
 
     def program(call: Calls) -> None:

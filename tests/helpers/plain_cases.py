@@ -1,0 +1,127 @@
+"""Calls of the plain collectives, their inputs, and the expected results without any communication."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.plan.geometry.cut import EVEN as EVEN_PARTS
+from fusedcomm.plan.geometry.cut import Splits, chunk_parts
+
+Parts = list[tuple[int, int]]
+
+
+class Case(NamedTuple):
+    """``shape``: the whole of x, whose ``gather_dim`` the ranks have in parts."""
+
+    op: str
+    shape: tuple[int, ...]
+    gather_dim: int | None = None
+    scatter_dim: int | None = None
+    reduce_op: str = "sum"
+    splits: str = ""  # how parts differ: "chunk", "given", "ranges"
+
+    def parts(self, size: int, num_ranks: int, gathers: bool) -> Parts:
+        """(start, size) of each rank's part of a dim."""
+        if self.splits == "given" or (self.splits == "ranges" and gathers):
+            sizes = [size - (num_ranks - 1) * (size // (num_ranks + 1)), *[size // (num_ranks + 1)] * (num_ranks - 1)]
+            return [(sum(sizes[:rank]), sizes[rank]) for rank in range(num_ranks)]
+        if self.splits == "ranges":  # they overlap, and one is empty
+            return [*[(rank, size - rank) for rank in range(num_ranks - 1)], (0, 0)]
+        return [*zip(*chunk_parts(size, num_ranks)[:2], strict=True)]
+
+    def options(self, num_ranks: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"reduce_op": self.reduce_op} if "reduce" in self.op else {}
+        if self.gather_dim is not None:
+            found["gather_dim"] = self.gather_dim
+            size = self.shape[self.gather_dim]
+            if self.splits == "chunk":
+                found["gather_size"] = size
+            elif self.splits:
+                found["gather_splits"] = [size for _, size in self.parts(size, num_ranks, True)]
+        if self.scatter_dim is not None:
+            found["scatter_dim"] = self.scatter_dim
+            parts = self.parts(self.shape[self.scatter_dim], num_ranks, False)
+            if self.splits == "given":
+                found["scatter_splits"] = [size for _, size in parts]
+            elif self.splits == "ranges":
+                found["scatter_ranges"] = parts
+        return found
+
+    def cut(self, whole: Tensor, num_ranks: int) -> list[Tensor]:
+        """Every rank's x. A sum has terms that differ."""
+        if self.gather_dim is None:
+            return [whole + rank for rank in range(num_ranks)]
+        parts = self.parts(self.shape[self.gather_dim], num_ranks, True)
+        return [whole.narrow(self.gather_dim, *part) for part in parts]
+
+    def results(self, xs: list[Tensor]) -> list[Tensor]:
+        """Every rank's result, from every rank's x."""
+        whole = sum(xs) if self.gather_dim is None else torch.cat(xs, self.gather_dim)
+        assert isinstance(whole, Tensor)
+        if self.reduce_op == "avg":
+            whole = whole / len(xs)
+        if self.scatter_dim is None:
+            return [whole] * len(xs)
+        parts = self.parts(self.shape[self.scatter_dim], len(xs), False)
+        return [whole.narrow(self.scatter_dim, *part) for part in parts]
+
+    def whole(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
+        """Multiples of 6, so that sums and averages of up to 3 are exact in bfloat16."""
+        generator = torch.Generator().manual_seed(seed)
+        return 6.0 * torch.randint(-8, 9, self.shape, generator=generator).to(dtype)
+
+    def call(self, x: Tensor, group: Any = None) -> Tensor:
+        options = self.options(dist.get_world_size(group))
+        return getattr(fusedcomm, self.op)(x, group=group, **options)  # type: ignore[no-any-return]
+
+    def arguments(self, rank: int, num_ranks: int, dtype: torch.dtype) -> Arguments:
+        """The call of a rank, of meta tensors, where parts are even or given."""
+        options = self.options(num_ranks)
+        splits = Splits(options.pop("gather_splits", None), None, None, options.pop("scatter_splits", None), rank)
+        x = self.cut(torch.empty(self.shape, dtype=dtype, device="meta"), num_ranks)[rank]
+        return Arguments(
+            x.contiguous(), [], [], num_ranks, "", splits.hashable if self.splits else EVEN_PARTS, **options
+        )
+
+
+EVEN = [
+    Case("all_to_all", (12, 6, 5), 0, 1),
+    Case("all_to_all", (2, 12, 6, 5), -2, 1),
+    Case("all_to_all", (12, 6), -1, 0),
+    Case("all_gather", (12,), 0),
+    Case("all_gather", (5, 12, 3), 1),
+    Case("reduce_scatter", (12,), None, 0),
+    Case("reduce_scatter", (5, 12, 3), None, 1, "avg"),
+    Case("reduce_scatter", (12, 3), None, 0),
+    Case("all_reduce", (12, 5)),
+    Case("all_reduce", (3, 4, 5), reduce_op="avg"),
+    Case("all_reduce", (2, 12)),
+    Case("all_reduce", (7,)),
+    Case("all_reduce", (5, 7)),
+    Case("all_to_all", (12, 6, 0), 0, 1),
+    Case("all_reduce", (0, 3)),
+]
+UNEVEN = [
+    Case("all_to_all", (13, 7, 5), 0, 1, splits="chunk"),
+    Case("all_to_all", (13, 7), 1, 0, splits="given"),
+    Case("all_to_all", (13, 4), 0, 1, splits="ranges"),
+    Case("all_gather", (2, 13, 3), 1, splits="chunk"),
+    Case("all_gather", (13,), 0, splits="given"),
+    Case("reduce_scatter", (2, 13, 3), None, 1, splits="chunk"),
+    Case("reduce_scatter", (13,), None, 0, "avg", splits="given"),
+    Case("reduce_scatter", (4, 13), None, 1, splits="ranges"),
+]
+IN_ROUNDS = [  # for 2, 3, 4 and 8 ranks
+    Case("all_to_all", (1536, 192), 0, 1),
+    Case("all_gather", (1536, 64), 0),
+    Case("reduce_scatter", (1536, 64), None, 0),
+    Case("reduce_scatter", (512, 192), None, 1),
+    Case("all_reduce", (1536, 64)),
+    Case("all_reduce", (24, 6144)),
+]
