@@ -74,6 +74,7 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
             *EVEN.to_gather,
             found.collective.group_size,
             found.collective.group_name,
+            found.wire(sent),
         )
         ys = rewriter.call(operator.getitem, call, 0)
         results = [

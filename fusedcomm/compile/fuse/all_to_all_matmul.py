@@ -62,6 +62,7 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
             *EVEN,
             found.collective.group_size,
             found.collective.group_name,
+            found.wire(sent),
         )
         y = found.result(rewriter, rewriter.call(operator.getitem, call, 0), sent, reader.layout)
         rearranged = found.rearranged(rewriter, call, sent.received.order, others)

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch.fx import Node
 
+from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
@@ -50,6 +51,7 @@ class Gathered:
     collective: Collective
     x: Node  # the operand, before any node that only rearranges it
     x_layout: Layout
+    sent_layout: Layout  # of what the collective sends
     blocks: Factor  # the same as ``sources`` in an all_gather
     sources: Factor
     readers: list[Reader]
@@ -144,6 +146,9 @@ class Gathered:
         order = [f for dim in (*sent.received.dims[:-1], (n,)) for f in dim]
         return rewriter.arrange(y, order, Layout((*received.dims[:-1], (n,))))
 
+    def wire(self, sent: SentDims) -> str:
+        return wire.of(self.collective, [f for dim in sent.dims for f in dim], self.sent_layout.order, self.blocks)
+
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
         return rewriter.cast(rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims)))), dtype)
 
@@ -184,8 +189,9 @@ def read(start: Node) -> Gathered:
     collective = collectives.read(start)
     path = path_back(collective.sent, through_casts=False)
     x_layout = Layout.of(value(path[0]).shape)
-    received, blocks, sources = collective.received(along(path, x_layout))
-    return Gathered(collective, path[0], x_layout, blocks, sources, _readers(collective.wait, received))
+    sent = along(path, x_layout)
+    received, blocks, sources = collective.received(sent)
+    return Gathered(collective, path[0], x_layout, sent, blocks, sources, _readers(collective.wait, received))
 
 
 def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: Iterable[tuple[Reader, Node]]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
@@ -22,10 +24,15 @@ MASKS = {aten.where.self, aten.mul.Tensor, aten.masked_fill.Scalar, aten.index_p
 class Reduced:
     collective: Collective
     product: Product
+    sent: Layout  # of what the collective sends
+    blocks: Factor
+
+    def wire(self, y: Iterable[Factor]) -> str:
+        return wire.of(self.collective, y, self.sent.order, self.blocks)
 
 
-def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
-    """Returns (reduction, its result and rearrangements of it with their layouts, factor of the blocks)."""
+def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]]]:
+    """Returns (reduction, its result and rearrangements of it with their layouts)."""
     collective = collectives.read(start)
     if collective.reduce_op not in REDUCE_OPS:
         raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
@@ -40,7 +47,7 @@ def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]], Factor]:
     received, blocks = sent, Factor(1)
     if collective.kind == "reduce_scatter":
         received, blocks, _ = collective.received(sent)
-    return Reduced(collective, product), follow(collective.wait, received), blocks
+    return Reduced(collective, product, sent, blocks), follow(collective.wait, received)
 
 
 def _is_looked_up(node: Node) -> bool:

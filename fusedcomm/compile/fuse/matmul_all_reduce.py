@@ -13,7 +13,6 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
-from fusedcomm.plan.call_plan import CALL
 
 OP = "matmul_all_reduce"
 KIND = "all_reduce"
@@ -35,7 +34,7 @@ class MatmulAllReduceMatch:
 
 def match(start: Node) -> MatmulAllReduceMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
-    found, received, _ = match_reduce.read(start)
+    found, received = match_reduce.read(start)
     return MatmulAllReduceMatch(found, received[0][1])
 
 
@@ -52,7 +51,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
             collective.reduce_op,
             collective.group_size,
             collective.group_name,
-            CALL,
+            match.reduced.wire(product.y.order),
             product.per_column(rewriter, product.bias),
         )
         out = rewriter.result(rewriter.arrange(y, product.y.order, match.layout), collective.wait)

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch.fx import Node
 
+from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.fuse.match_gather import depends_on
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.casts import is_one_cast
@@ -20,6 +21,7 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, pro
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import along, follow, path_back, value
+from fusedcomm.plan.call_plan import GRAPH
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_all_to_all"
@@ -34,6 +36,7 @@ class Part:
 
     collective: Collective
     product: Product
+    sent: Layout  # of what the collective sends
     blocks: Factor
     sources: Factor
     target: Node  # the last node that only rearranges the result
@@ -126,7 +129,8 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
     with rewriter.before(part.collective.start, like=product.node):
         x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
         bias = product.per_column(rewriter, product.bias)
-        result = _call(rewriter, part, x, w, bias, [*batch, *rows], columns, before)
+        text = wire.of(part.collective, y.order, part.sent.order, part.blocks)
+        result = _call(rewriter, part, x, w, bias, [*batch, *rows], columns, before, text)
         out = rewriter.result(rewriter.arrange(result, part.written(y, before), part.layout), part.target)
     replace_node(part.target, out)
     return result
@@ -148,7 +152,15 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
             bias = rewriter.reshape(rewriter.call(aten.cat.default, blocks, 1), [group_size * total])
         width = Factor(total)
         y = _call(
-            rewriter, first, first.product.x(rewriter, rows), w, bias, rows, [[first.blocks], [width]], first.before
+            rewriter,
+            first,
+            first.product.x(rewriter, rows),
+            w,
+            bias,
+            rows,
+            [[first.blocks], [width]],
+            first.before,
+            GRAPH,  # all ranks agreed to it
         )
         outs, end = [], 0
         for part, width_of_part in zip(parts, widths, strict=True):
@@ -169,6 +181,7 @@ def _call(
     rows: list[list[Factor]],
     columns: list[list[Factor]],
     before: Factor | None,
+    text: str,
 ) -> Node:
     dims = [*rows, *columns]
     return rewriter.call(
@@ -182,6 +195,7 @@ def _call(
         *EVEN,
         part.collective.group_size,
         part.collective.group_name,
+        text,
     )
 
 
@@ -211,11 +225,12 @@ def _part(start: Node) -> Part:
     if not is_one_cast(dtypes) or dtypes[-1].itemsize < dtypes[0].itemsize:
         smallest = min(set(dtypes[1:]) - {dtypes[0]}, key=lambda dtype: dtype.itemsize)
         raise CannotFuse(f"the matmul's result is rounded to {smallest} before it is sent")
-    received, blocks, sources = collective.received(along(path, matmul.layout))
+    sent = along(path, matmul.layout)
+    received, blocks, sources = collective.received(sent)
     candidates = follow(collective.wait, received)
     if sources.parts:
         raise CannotFuse("what arrives is rearranged across ranks")
-    parts = [Part(collective, matmul, blocks, sources, *candidate) for candidate in candidates]
+    parts = [Part(collective, matmul, sent, blocks, sources, *candidate) for candidate in candidates]
     written = [part for part in parts if part.result == part.layout.order]  # no copy after the op
     return (written or parts)[-1]
 

@@ -13,7 +13,6 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
-from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_reduce_scatter"
@@ -23,7 +22,6 @@ KIND = "reduce_scatter"
 @dataclass(frozen=True)
 class MatmulReduceScatterMatch:
     reduced: Reduced
-    blocks: Factor
     target: Node  # the last node that only rearranges the result
     layout: Layout  # target's layout
 
@@ -38,24 +36,24 @@ class MatmulReduceScatterMatch:
 
 def match(start: Node) -> MatmulReduceScatterMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
-    found, received, blocks = match_reduce.read(start)
-    product = found.product
+    found, received = match_reduce.read(start)
+    product, blocks = found.product, found.blocks
     columns = product.y.dims[-1]
     if blocks in columns[1:]:
         raise CannotFuse("what is scattered is in the middle of N")
     rest = [f for f in product.y.order if f is not blocks]
     written = [each for each in received if each[1].order == rest]  # no copy after the op
-    return MatmulReduceScatterMatch(found, blocks, *(written or received)[-1])
+    return MatmulReduceScatterMatch(found, *(written or received)[-1])
 
 
 def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
-    product, collective = match.reduced.product, match.reduced.collective
+    product, collective, blocks = match.reduced.product, match.reduced.collective, match.reduced.blocks
     *batches, rows, columns = product.y.dims
-    lead = [dim for each in batches for dim in group_factors(each, [match.blocks])]
-    row_dims = group_factors(rows, [match.blocks])
+    lead = [dim for each in batches for dim in group_factors(each, [blocks])]
+    row_dims = group_factors(rows, [blocks])
     y_order = product.y.order
     if product.batched and len(row_dims) > 1:
-        moved = product.with_rows_first([match.blocks])
+        moved = product.with_rows_first([blocks])
         row_dims, y_order = [list(moved.dims[-2])], moved.order
     dims = [*lead, *row_dims, list(columns)]
     with rewriter.before(collective.start, like=product.node):
@@ -65,14 +63,14 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             product.w(rewriter, lead),
             None,
             collective.reduce_op,
-            next(i for i, dim in enumerate(dims) if match.blocks in dim),
+            next(i for i, dim in enumerate(dims) if blocks in dim),
             *EVEN.to_scatter,
             collective.group_size,
             collective.group_name,
-            CALL,
+            match.reduced.wire(y_order),
             product.per_column(rewriter, product.bias),
         )
-        order = [f for f in y_order if f is not match.blocks]
+        order = [f for f in y_order if f is not blocks]
         out = rewriter.result(rewriter.arrange(y, order, match.layout), match.target)
     replace_node(match.target, out)
     return y

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,13 @@ def argument_of(node: Node, name: str) -> Any:
         return None
     at = _index_of(node.target, name)
     return node.kwargs.get(name) if at is None or at >= len(node.args) else node.args[at]
+
+
+def set_argument(node: Node, name: str, changed: Callable[[Any], Any]) -> None:
+    """Change an op's argument that is given by position."""
+    at = _index_of(node.target, name) if isinstance(node.target, torch._ops.OpOverload) else None
+    if at is not None and at < len(node.args):
+        node.update_arg(at, changed(node.args[at]))
 
 
 @functools.lru_cache(maxsize=4096)
