@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from fusedcomm.compile.commute import digests
 from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
 from fusedcomm.compile.commute.digests import Check
 from fusedcomm.compile.commute.prepare import copied, restore
+from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
-from fusedcomm.compile.graph import breaks, collectives, opaque
+from fusedcomm.compile.graph import breaks, collectives, opaque, sequence
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.reader import Digest
-from fusedcomm.compile.graph.sequence import Sequence, communicating
+from fusedcomm.compile.graph.sequence import communicating
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
@@ -117,6 +119,8 @@ class _Run:
         plain = bool(self.settings.overlap or self.settings.merge)
         self.sums = SumMerger(self.graph, self.settings.fuse, plain)
         self.scheduled: OverlapReport | None = None
+        self.together: list[Fused] = []  # by consent of all ranks
+        self.changed: set[str] = set()  # the collectives that all ranks changed alike
         self.before = self.starts = self._starts()
 
     def lines(self) -> list[CollectiveReport]:
@@ -126,8 +130,8 @@ class _Run:
         attempt("normalize", self.fuser.normalize, False)
         self.notes = {node.name: note_of(node) for node in self.graph.nodes if collectives.kind_of(node)}
         checks += self._change_together()
-        fused = self.scheduled.fused if self.scheduled is not None else self._fuse()
-        lines = self._of_collectives(fused)
+        fused, plain = (self.scheduled.fused, []) if self.scheduled is not None else self._fuse()
+        lines = self._of_collectives(fused, plain)
         digests.check_first(self.graph, checks)
         return lines + [
             CollectiveReport(self.phase, "exposed", name, source_of(node), node.name, reason=_OPAQUE)
@@ -137,28 +141,31 @@ class _Run:
 
     def _change_together(self) -> list[Check]:
         """Change the sequence of collectives, if all ranks do; returns the digests that they agreed to."""
-        graph, stock, sequence = self.graph, copied(self.graph), Sequence(self.graph)
+        graph, stock, before = self.graph, copied(self.graph), sequence.Sequence(self.graph)
         self._begin()
         why_not: list[str] = []
-        digest = attempt("change", self._change, sequence, reasons=why_not)
+        digest = attempt("change", self._change, before, reasons=why_not)
         if digest is None:
-            sequence.pass_by()
+            before.pass_by()
         else:
-            answer = sequence.ask(*digest)
+            answer = before.ask(*digest)
             if answer.kind == YES:
-                results = pytree.tree_leaves([node.meta["val"] for node in communicating(graph)])  # some have several
+                found = communicating(graph)
+                self.changed = {node.name for node in found} if self.scheduled else before.changed(graph)
+                wire.agreed((node for node in found if node.name in self.changed), digest[0].text)
+                results = pytree.tree_leaves([node.meta["val"] for node in found])  # some have several
                 device_type = next(each.device.type for each in results if isinstance(each, torch.Tensor))
-                return [Check(digest[0], device_type, digest[1])] if sequence.has_peers(digest[1]) else []
+                return [Check(digest[0], device_type, digest[1])] if before.has_peers(digest[1]) else []
             why_not = [f"{'overlap' if self.scheduled else 'merge'}: {answer}"]
         if why_not:
-            changed = sequence.starts.keys() if self.scheduled else sequence.changed(graph)
+            changed = before.starts.keys() if self.scheduled else before.changed(graph)
             restore(graph, stock)
             self._begin()
             for name in self.before.keys() & changed:
                 self.notes[name] = "; ".join(filter(None, [self.notes.get(name), *why_not]))
         return []
 
-    def _change(self, sequence: Sequence) -> tuple[Digest, str] | None:
+    def _change(self, before: sequence.Sequence) -> tuple[Digest, str] | None:
         """Merge and order; returns (digest to agree on, group to ask), or None if nothing needs consent."""
         known = set(self.graph.nodes)
         self.fuser.normalize(gathers=True)
@@ -170,39 +177,52 @@ class _Run:
             attempt("merge", self.merger.merge, mesh)
         self.starts = self._starts()
         self.scheduled = self._schedule()
+        if self.scheduled is None:
+            self.together = Fuser(self.graph).fuse(self.settings.fuse, changes=True)
         settle(self.graph)
-        changed = sequence.changed(self.graph)
+        changed = before.changed(self.graph)
         if not changed and self.scheduled is None:
             return None
         gone = written | self.sums.into | self.merger.into
         if self.scheduled is not None:
             gone |= {name: new for new, names in self.scheduled.buckets.items() for name in names}
-            gone |= {name: each.node.name for each in self.scheduled.fused for name in each.savings_us}
+        fused = self.together if self.scheduled is None else self.scheduled.fused
+        gone |= {name: each.node.name for each in fused for name in each.savings_us}
 
         def origin(node: Node) -> list[int]:
-            return [i for i, name in enumerate(sequence.starts) if _last(name, gone) == node.name]
+            return [i for i, name in enumerate(before.starts) if _last(name, gone) == node.name]
 
-        digest = sequence.digest(self.graph, lambda node: node not in known, origin)
-        return digest, sequence.voter(sequence.groups(self.graph, None if self.scheduled else changed))
+        digest = before.digest(self.graph, lambda node: node not in known, origin)
+        return digest, before.voter(before.groups(self.graph, None if self.scheduled else changed))
 
-    def _fuse(self) -> list[Fused]:
-        """Fuse each collective with its matmul, without the peers' consent; a failure leaves the graph as it was."""
-        stock = copied(self.graph)
+    def _fuse(self) -> tuple[list[Fused], list[Fused]]:
+        """Fuse each collective with its matmul, without the peers' consent; returns (fused, plain).
+
+        Collectives of the program without a matmul become plain ops, also where fusing fails, as this rank alone knows.
+        """
         reasons: list[str] = []
-        fused = attempt("fuse", self._fused_and_settled, reasons=reasons)
-        if fused is None:
+        for ops in (self.settings.fuse, ()):
+            stock = copied(self.graph)
+            found = attempt("fuse", self._fused_and_settled, ops, reasons=reasons)
+            if found is not None:
+                return self.together + found[0], found[1]
             restore(self.graph, stock)
+            nodes = {node.name: node for node in self.graph.nodes}
+            self.together = [replace(each, node=nodes[each.node.name]) for each in self.together]
             self.fuser = Fuser(self.graph)
             self.fuser.reasons = {name: list(reasons) for name in self.starts}
-        return fused or []
+        return self.together, []
 
-    def _fused_and_settled(self) -> list[Fused]:
-        fused = self.fuser.fuse(self.settings.fuse)
+    def _fused_and_settled(self, ops: Sequence[str]) -> tuple[list[Fused], list[Fused]]:
+        fused = self.fuser.fuse(ops, changes=False)
+        plain = self.fuser.plain(self.settings.fuse, self.changed)
         settle(self.graph)
-        return fused
+        return fused, plain
 
-    def _of_collectives(self, found: list[Fused]) -> list[CollectiveReport]:
-        fused = {start: each for each in found for start in each.savings_us}
+    def _of_collectives(self, fused_ones: list[Fused], plain_ones: list[Fused]) -> list[CollectiveReport]:
+        fused, self.plain = (
+            {start: each for each in found for start in each.savings_us} for found in (fused_ones, plain_ones)
+        )
         self.hints = breaks.hints(self.graph)
         return [self._merged(start, *facts) for start, facts in self.before.items() if start not in self.starts] + [
             self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, self.scheduled)
@@ -242,6 +262,9 @@ class _Run:
             reasons = [note] if note.startswith(CARRIES) else [*reasons, note]
         reason = "; ".join(reasons) or f"no op of fusedcomm fuses {kind}"
         reason += self.hints.get(start, "")
+        if start in self.plain:
+            call = FusedCall.of(self.plain[start].op, self.plain[start].node)
+            return CollectiveReport(self.phase, "plain", kind, source, start, call.op, reason, call=call)
         line = None if scheduled is None else scheduled.line(start)
         if line is None:
             return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)

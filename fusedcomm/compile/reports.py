@@ -19,7 +19,7 @@ from fusedcomm.plan import planner
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
 _kept: list[CompileReport] | None = None
-_STATUS = "fused with its matmul, overlapped with other compute, merged into another collective, or left exposed"
+_STATUS = "fused with its matmul, plain (an op without one), overlapped, merged into another, or left exposed"
 _OP = "the op of fusedcomm that replaces it; else why it was left, or what it was merged into"
 
 
@@ -52,7 +52,7 @@ class CollectiveReport:
 
     Attributes:
         graph: "forward", "backward" or "inference".
-        status: "fused"; "overlapped", if at most 1 % of its time is exposed; "exposed"; or "merged" into one that has a
+        status: "fused"; "plain", if an op stands for it alone, as no matmul can; "overlapped", if at most 1 % of its time is exposed; "exposed"; or "merged" into one that has a
             line of its own.
         collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce", ...
         source: file:line of the program, where torch has kept it.

@@ -20,7 +20,7 @@ from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
-from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all
+from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all, wire
 from fusedcomm.compile.fuse.time_saved import seconds_left
 from fusedcomm.compile.graph import collectives, sequence
 from fusedcomm.compile.graph.attempt import attempt
@@ -88,6 +88,8 @@ def _find(
     digest = before.digest(moved, lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
     group_name = before.voter({node.meta[MOVED] for node in moved.nodes if MOVED in node.meta})
     digests.note(moved, digest, group_name)
+    changed = before.changed(moved)
+    wire.agreed((node for node in sequence.communicating(moved) if node.name in changed), digest.text)
     return moved, digest, group_name
 
 

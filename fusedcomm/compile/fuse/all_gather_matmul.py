@@ -32,6 +32,10 @@ class AllGatherMatmulMatch:
     def collectives(self) -> list[Collective]:
         return [self.gathered.collective]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.reader.node).dtype
+
 
 def match(start: Node) -> AllGatherMatmulMatch:
     """The match for the collective that starts here. Raises CannotFuse."""

@@ -35,6 +35,10 @@ class AllToAllMatmulMatch:
     def products(self) -> list[Product]:
         return [self.product]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.reader.node).dtype
+
 
 def match(start: Node) -> AllToAllMatmulMatch:
     """The match for the collective that starts here. Raises CannotFuse."""

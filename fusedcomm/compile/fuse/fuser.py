@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from fusedcomm.compile.fuse import (
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
+    plain,
 )
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.compile.graph import collectives, normalize
@@ -24,7 +25,7 @@ from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
 from fusedcomm.compile.graph.sort import sort
-from fusedcomm.compile.graph.views import WAIT, is_read, merge_views
+from fusedcomm.compile.graph.views import WAIT, is_read, merge_views, value
 
 MODULES = (  # if two match one collective, the first takes it
     matmul_all_to_all,
@@ -70,8 +71,16 @@ class Fuser:
         self.written = {name: start.name for name, start in starts.items() if start is not None}
         return bool(self.written)
 
-    def fuse(self, ops: Sequence[str] = OPS, reject: Callable[[Node], str | None] = lambda start: None) -> list[Fused]:
-        """``reject`` returns why a collective is to stay, or None."""
+    def fuse(
+        self,
+        ops: Sequence[str] = OPS,
+        reject: Callable[[Node], str | None] = lambda start: None,
+        changes: bool | None = None,
+    ) -> list[Fused]:
+        """Fuse what ``reject`` returns no reason for.
+
+        ``changes``: True for the rewrites alone that all ranks must agree to (`_change`), False for the others alone.
+        """
         found = []
         if writes_before_end(self.graph):
             # An op reads its operands where the collective stands, and they may have been overwritten by then.
@@ -81,10 +90,21 @@ class Fuser:
             for module in MODULES:
                 if module.OP in ops:
                     for start in collectives.find(self.graph, module.KIND):
-                        fused = self._try(module.OP, self._fuse, module, reject, start)
+                        fused = self._try(module.OP, self._fuse, module, reject, changes, start)
                         found += [fused] if fused is not None else []
             if found:
                 sort(self.graph)
+        return found
+
+    def plain(self, ops: Sequence[str], kept: Collection[str]) -> list[Fused]:
+        """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul; some are kept."""
+        found = []
+        with held_outputs(self.graph):
+            for kind in plain.OPS:
+                if any(module.OP in ops and module.KIND == kind for module in MODULES):
+                    starts = [each for each in collectives.find(self.graph, kind) if each.name not in kept]
+                    nodes = {each.name: self._try("plain", plain.rewrite, self.rewriter, each) for each in starts}
+                    found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
         return found
 
     def _cut_results(self, ops: Sequence[str]) -> None:
@@ -96,8 +116,14 @@ class Fuser:
         for matmul, found in cut_results.find(starts).items():
             attempt("fuse", cut_results.rewrite, self.rewriter, found, lambda start: can_fuse(start, ops), matmul)
 
-    def _fuse(self, module: ModuleType, reject: Callable[[Node], str | None], start: Node) -> Fused:
+    def _fuse(
+        self, module: ModuleType, reject: Callable[[Node], str | None], changes: bool | None, start: Node
+    ) -> Fused:
         match = module.match(start)
+        if changes is False and len(match.collectives) > 1:
+            match = match.alone
+        if changes is not None and changes != bool(reason := _change(match)):
+            raise CannotFuse(f"{reason}, and not all ranks agreed to it" if reason else "each rank decides alone")
         for each in match.collectives:
             reason = reject(each.start)
             if reason is not None:
@@ -123,6 +149,22 @@ class Fuser:
         if reasons and isinstance(args[-1], Node):
             self.reasons.setdefault(args[-1].name, []).append(*reasons)
         return result
+
+
+def _change(match: Any) -> str | None:
+    """The change of what ranks send, or of its order, that the op of this match makes; None if there is none.
+
+    Without one each rank decides alone: peers with another matmul there, or none, understand it.
+    """
+    first, *others = match.collectives
+    if others:
+        return f"{len(others) + 1} exchanges of one x would be one"
+    if match.dtype != value(first.sent).dtype:
+        return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
+    operands = [operand for product in match.products for operand in product.operands]
+    if any(map(collectives.communicates, collectives.late_inputs(operands, first.start))):
+        return "its matmul waits for a later collective"
+    return None
 
 
 def can_fuse(start: Node, ops: Sequence[str] = OPS) -> bool:

@@ -13,6 +13,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.views import value
 
 OP = "matmul_all_reduce"
 KIND = "all_reduce"
@@ -30,6 +31,10 @@ class MatmulAllReduceMatch:
     @property
     def products(self) -> list[Product]:
         return [self.reduced.product]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.reduced.product.node).dtype
 
 
 def match(start: Node) -> MatmulAllReduceMatch:

@@ -91,6 +91,15 @@ class MatmulAllToAllMatch:
     def products(self) -> list[Product]:
         return [part.product for part in self.parts]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.parts[0].product.node).dtype
+
+    @property
+    def alone(self) -> MatmulAllToAllMatch:
+        """The match of one collective."""
+        return MatmulAllToAllMatch(self.parts[:1])
+
 
 def match(start: Node) -> MatmulAllToAllMatch:
     """The match for the collective that starts here. Raises CannotFuse."""

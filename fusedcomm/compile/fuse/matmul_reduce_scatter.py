@@ -13,6 +13,7 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
+from fusedcomm.compile.graph.views import value
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_reduce_scatter"
@@ -32,6 +33,10 @@ class MatmulReduceScatterMatch:
     @property
     def products(self) -> list[Product]:
         return [self.reduced.product]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return value(self.reduced.product.node).dtype
 
 
 def match(start: Node) -> MatmulReduceScatterMatch:

@@ -28,6 +28,11 @@ def of(collective: Collective, chunk: Iterable[Factor], sent: Iterable[Factor], 
     return _text(positions if len(positions) > 1 else None, collective.start.meta.get(AGREED))
 
 
+def plain(start: Node) -> str:
+    """The wire of an op that sends what the collective started here does."""
+    return _text(start.meta.get(AGREED))
+
+
 def agreed(nodes: Iterable[Node], digest: str) -> None:
     """Note that ranks changed these collectives together: a rank that has them as they were is told, never served."""
     for node in nodes:

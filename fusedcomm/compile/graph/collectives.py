@@ -117,17 +117,22 @@ def read(start: Node) -> Collective:
     if group_size == 1:
         raise CannotFuse("its group has one rank: nothing is exchanged")
     if kind == "all_to_all":
-        _check_even_splits(start, group_size)
+        check_even_splits(start, group_size)
     reduce_op = start.args[1] if kind in ("reduce_scatter", "all_reduce") else None
     return Collective(kind, start, users[0], group_size, group_name, reduce_op)  # type: ignore[arg-type]
 
 
-def hoist(nodes: Iterable[Node], start: Node) -> None:
-    """Move nodes and their inputs before start: an op that reads them will stand there.
+def communicates(node: Node) -> bool:
+    """Whether node takes a place in the sequence of collectives, which all ranks must keep."""
+    return kind_of(node) is not None or is_op(node)
 
-    The op then keeps start's place among the other collectives, which all ranks must keep. Nothing is moved if one of
-    the nodes to be moved itself waits for a collective.
-    """
+
+def is_op(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") == "fusedcomm"
+
+
+def late_inputs(nodes: Iterable[Node], start: Node) -> set[Node]:
+    """Those of the nodes, and of all that they are computed from, that stand behind start."""
     late: set[Node] = set()
     stack = list(nodes)
     while stack:
@@ -135,7 +140,16 @@ def hoist(nodes: Iterable[Node], start: Node) -> None:
         if node not in late and start < node and node.op != "placeholder":
             late.add(node)
             stack += node.all_input_nodes
-    if not any(getattr(node.target, "_opname", None) in WAITS for node in late):
+    return late
+
+
+def hoist(nodes: Iterable[Node], start: Node) -> None:
+    """Move nodes and their inputs before start: an op that reads them will stand there.
+
+    The op then keeps start's place among the other collectives. Nothing is moved if one of these would.
+    """
+    late = late_inputs(nodes, start)
+    if not any(map(communicates, late)):
         for node in sorted(late):
             start.prepend(node)
 
@@ -170,17 +184,19 @@ def has_parts_of_other_sizes(node: Node) -> bool:
     return any(not getattr(size, "is_Symbol", False) for size in sizes) and (len(sizes) > 1 or 0 in sizes)
 
 
-def _given(node: Node, name: str) -> list[Any]:
-    return [each.meta.get("val") if isinstance(each, Node) else each for each in argument_of(node, name) or ()]
-
-
-def _check_even_splits(start: Node, group_size: int) -> None:
-    rows = value(start.args[0]).shape[0]  # type: ignore[arg-type]
-    received, sent = ([_size_of(s) for s in splits] for splits in start.args[1:3])  # type: ignore[union-attr]
+def check_even_splits(start: Node, group_size: int) -> None:
+    """Raises CannotFuse where the parts of an all_to_all are not known to be equal."""
+    rows = value(argument_of(start, "input")).shape[0]
+    names = "output_split_sizes", "input_split_sizes"
+    received, sent = ([_size_of(split) for split in argument_of(start, name)] for name in names)
     for values in (received, sent):
         even = len(set(values)) == 1 and len(values) == group_size and values[0] * group_size == size_of(rows)
         if not even or 0 in values:  # all 0: it may be that this rank alone has no part
             raise CannotFuse(f"its splits are not known to be even: it sends {sent} and receives {received} rows")
+
+
+def _given(node: Node, name: str) -> list[Any]:
+    return [each.meta.get("val") if isinstance(each, Node) else each for each in argument_of(node, name) or ()]
 
 
 def _size_of(split: Any) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.graph.collectives import argument_of, kind_of
+from fusedcomm.compile.graph.collectives import argument_of, is_op, kind_of
 from fusedcomm.compile.graph.reader import Digest, Reader
 from fusedcomm.memory import consent, group
 from fusedcomm.memory.consent import YES, Answer
@@ -92,11 +92,7 @@ def _label(pg: ProcessGroup) -> str:
 
 
 def communicating(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if _group_of(node) is not None and (kind_of(node) or _is_op(node))]
-
-
-def _is_op(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") == "fusedcomm"
+    return [node for node in graph.nodes if _group_of(node) is not None and (kind_of(node) or is_op(node))]
 
 
 def _group_of(node: Node) -> Any:

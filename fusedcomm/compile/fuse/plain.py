@@ -1,0 +1,71 @@
+"""A collective without a matmul becomes the plain op of its kind, which peers that fuse theirs with one understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.fuse import wire
+from fusedcomm.compile.fuse.match_reduce import REDUCE_OPS
+from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.collectives import argument_of
+from fusedcomm.compile.graph.layout import CannotFuse, size_of
+from fusedcomm.compile.graph.matmuls import DTYPES
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
+from fusedcomm.plan.geometry.cut import EVEN
+
+OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")  # each has the name of its kind
+
+
+def rewrite(rewriter: Rewriter, start: Node) -> Node:
+    """The op in the place of the collective that starts here and of its waits. Raises CannotFuse.
+
+    What it refuses follows from what is sent, as on all ranks, and not from what stands beside it on this one.
+    """
+    kind, sent = collectives.STARTS[start.target][0], argument_of(start, "input")  # type: ignore[index]
+    dtype, reduce_op, group_name = value(sent).dtype, argument_of(start, "reduce_op"), argument_of(start, "group_name")
+    if dtype not in DTYPES:
+        raise CannotFuse(f"no op sends {dtype}")
+    if reduce_op not in (None, *REDUCE_OPS):
+        raise CannotFuse(f"reduce_op must be sum or avg, got {reduce_op}")
+    if not isinstance(group_name, str):
+        raise CannotFuse("its group is not known when the graph is compiled")
+    group_size = collectives.size_of_group(group_name)
+    if group_size == 1:
+        raise CannotFuse("its group has one rank: nothing is exchanged")
+    if kind == "all_to_all":
+        collectives.check_even_splits(start, group_size)
+    others = (group_size, group_name, wire.plain(start))
+    with rewriter.before(start, like=start):
+        x = sent if value(sent).ndim else rewriter.reshape(sent, [1])
+        result = op = _call(rewriter, kind, start, x, reduce_op, others)
+        if kind == "all_to_all" or not value(start).ndim:
+            result = rewriter.reshape(op, sizes_of(value(start)))
+        if value(result).stride() != value(start).stride():
+            result = rewriter.strided(result, value(start))
+        if not is_read(start):
+            rewriter.call(WAIT, op)  # keeps it: Inductor drops unread nodes
+    waits = [start]
+    for node in waits:  # the list grows meanwhile: results are waited for several times
+        waits += [user for user in node.users if user.target is WAIT]
+    for node in reversed(waits):
+        if not node._erased:
+            replace_node(node, result)
+    return op
+
+
+def _call(rewriter: Rewriter, kind: str, start: Node, x: Node, reduce_op: Any, others: tuple[Any, ...]) -> Node:
+    ops = torch.ops.fusedcomm
+    if kind == "all_gather":
+        return rewriter.call(ops.all_gather.default, x, 0, *EVEN.to_gather, *others)
+    if kind == "reduce_scatter":
+        return rewriter.call(ops.reduce_scatter.default, x, reduce_op, 0, *EVEN.to_scatter, *others)
+    if kind == "all_reduce":
+        return rewriter.call(ops.all_reduce.default, x, reduce_op, *others)
+    rows = argument_of(start, "input_split_sizes")[0]
+    size = size_of(rows.meta["val"] if isinstance(rows, Node) else rows)
+    blocks = rewriter.reshape(x, [others[0], size, *sizes_of(value(x))[1:]])
+    return rewriter.call(ops.all_to_all.default, blocks, 1, 0, *EVEN, *others)
