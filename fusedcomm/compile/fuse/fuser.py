@@ -16,7 +16,7 @@ from fusedcomm.compile.fuse import (
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
-    plain,
+    without_matmul,
 )
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.compile.graph import collectives, normalize
@@ -100,10 +100,10 @@ class Fuser:
         """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul; some are kept."""
         found = []
         with held_outputs(self.graph):
-            for kind in plain.OPS:
+            for kind in without_matmul.OPS:
                 if any(module.OP in ops and module.KIND == kind for module in MODULES):
                     starts = [each for each in collectives.find(self.graph, kind) if each.name not in kept]
-                    nodes = {each.name: self._try("plain", plain.rewrite, self.rewriter, each) for each in starts}
+                    nodes = {each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each) for each in starts}
                     found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
         return found
 
