@@ -76,7 +76,7 @@ def note(y: Tensor, scope: Scope, value: Tensor) -> Tensor:
 
 
 def printed(y: Tensor, scope: Scope) -> Tensor:
-    print("" if float(y.detach().sum()) < 1e30 else "large", end="")  # breaks a graph
+    print(str(y.detach().sum())[:0], end="")  # breaks a graph
     return y
 
 

@@ -29,6 +29,8 @@ class Twice(nn.Module):
 
 
 def wrapped(m: Any) -> None:
+    if m.given == Shard(2):  # torch sums behind forward
+        return
     inner = m.forward
     m.forward = lambda x: inner(x) * 2
 
@@ -140,7 +142,7 @@ def check(rank: int, seeds: range) -> None:
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_changes_after_the_style(rank: int, world_size: int) -> None:
-    check(rank, range(30))
+    check(rank, range(40 // world_size))
 
 
 @on_ranks()
