@@ -65,7 +65,7 @@ def traced(p: Program, rank: int, name: str) -> list[list[Tensor]]:
 
     def all_of_it(*given: Tensor) -> list[Tensor]:
         args = [each.detach().requires_grad_(backward) for each in given]
-        outs = program(args, True)
+        outs = program(args, False)
         grads = torch.autograd.grad(programs.loss_of(*outs), args, allow_unused=True) if backward else ()
         return programs.results(outs, grads)
 
@@ -85,7 +85,7 @@ def compiled(p: Program, rank: int, name: str, backend: Any = interpreted) -> li
         program = torch.compile(programs.program_of(p, rank, name), backend=backend)
         for call in range(2):
             args = [each.requires_grad_(recorded) for each in programs.inputs(p, rank, call)]
-            outs = program(args, call == 1)
+            outs = program(args, p.flag_on(rank, call))
             grads = torch.autograd.grad(programs.loss_of(*outs), args, allow_unused=True) if backward else ()
             found.append(programs.results(outs, grads))
     return found
@@ -93,7 +93,7 @@ def compiled(p: Program, rank: int, name: str, backend: Any = interpreted) -> li
 
 def outcome(p: Program, rank: int, group: Group, run: Callable[..., Any]) -> str | None:
     """Why the program failed, on any rank."""
-    wants = [programs.expected(p, 0, True)] if run is traced else [programs.expected(p, i, i == 1) for i in range(2)]
+    wants = [programs.expected(p, call) for call in range(1 if run is traced else 2)]
     if not all(programs.is_exact(p, each) for each in wants):
         return None
     name, text = group.name(), None

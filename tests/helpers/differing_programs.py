@@ -51,6 +51,11 @@ class Program:
     dtype: torch.dtype = torch.float32  # of payloads
     tokens: tuple[int, ...] = (2, 2)  # of R, by call
 
+    def flag_on(self, rank: int, call: int) -> bool:
+        """Only ranks that read it compile again."""
+        flagged = (c for block in self.blocks for c in block.changes if c.name == "flagged")
+        return call > 0 and any(rank in change.ranks for change in flagged)
+
     def backward_on(self, rank: int) -> bool:
         return self.grad == "all" or (self.grad == "some" and rank in self.some)
 
@@ -159,8 +164,7 @@ def gathered(x: Tensor, size: int, name: str) -> Tensor:
     return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, name))
 
 
-def exchanged(x: Tensor, size: int, name: str) -> Tensor:
-    splits = [x.shape[0] // size] * size
+def exchanged(x: Tensor, splits: list[int], name: str) -> Tensor:
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), splits, splits, name))
 
 
@@ -212,21 +216,30 @@ class Gather(torch.autograd.Function):
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
-        ctx.args = size, name
-        return exchanged(x, size, name)
+    def forward(ctx: Any, x: Tensor, splits: list[int], name: str) -> Tensor:
+        ctx.args = splits, name
+        return exchanged(x, splits, name)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return exchanged(grad, *ctx.args), None, None
 
 
-def collective(kind: str, x: Tensor, size: int, name: str) -> Tensor:
+def splits_of(kind: str, x: Tensor, size: int, rank: int) -> list[int]:
+    """Of an exchange, both ways: in an uneven one all ranks but the first keep twice as much."""
+    kept = 2 if kind == "uneven" and rank > 0 else 1
+    rows = x.shape[0] // (size - 1 + kept)
+    return [rows * (kept if i == rank else 1) for i in range(size)]
+
+
+def collective(kind: str, x: Tensor, size: int, rank: int, name: str) -> Tensor:
     if kind in SUMS:
         return Sum.apply(x, "avg" if kind == "average" else "sum", kind != "sum", name)
     if kind == "held":
         return Held.apply(x, name)
-    return {"scatter": Scatter, "gather": Gather, "push": Exchange, "pull": Exchange}[kind].apply(x, size, name)
+    if kind in EXCHANGES:
+        return Exchange.apply(x, splits_of(kind, x, size, rank), name)
+    return (Scatter if kind == "scatter" else Gather).apply(x, size, name)
 
 
 def by_hand(kind: str, xs: list[Tensor]) -> list[Tensor]:
@@ -244,11 +257,13 @@ def by_hand(kind: str, xs: list[Tensor]) -> list[Tensor]:
         return [total / size if kind == "average" else total] * size
     if kind == "gather":
         return [torch.cat(xs)] * size
-    return [torch.cat([x.chunk(size)[p] for x in xs]) for p in range(size)]
+    parts = [x.split(splits_of(kind, x, size, rank)) for rank, x in enumerate(xs)]
+    return [torch.cat([part[p] for part in parts]) for p in range(size)]
 
 
 SUMS = ("sum", "summed", "average")  # the gradient of "sum" is not summed
-KINDS = [*SUMS, "held", "scatter", "gather", "push", "pull"]
+EXCHANGES = ("push", "pull", "uneven")
+KINDS = [*SUMS, "held", "scatter", "gather", *EXCHANGES]
 LATE = ("held", "gather", "pull")  # whose matmul is behind
 WIDE = ("pull",)  # whose matmul has R times N inputs
 
@@ -259,6 +274,16 @@ def steps(p: Program, rank: int) -> Iterator[Step | str]:
     """The name of a kind stands for the collective."""
     for i, block in enumerate(p.blocks):
         yield from _steps(p, i, block, rank)
+
+
+def kept_twice(x: Tensor, size: int, rank: int) -> Tensor:
+    parts = x.chunk(size)
+    return torch.cat([*parts[:rank], parts[rank] * 2, *parts[rank:]]) if rank else x
+
+
+def kept_once(x: Tensor, size: int, rank: int) -> Tensor:
+    rows = x.shape[0] // (size + 1) * rank
+    return torch.cat([x[:rows], x[rows + x.shape[0] // (size + 1) :]]) if rank else x
 
 
 def _steps(p: Program, i: int, block: Block, rank: int) -> Iterator[Step | str]:
@@ -289,6 +314,10 @@ def _steps(p: Program, i: int, block: Block, rank: int) -> Iterator[Step | str]:
         yield lambda x, scope: to(x, dim, size).flatten(0, 1)
         yield kind
         yield lambda x, scope: back(x.unflatten(0, (size, -1)), 3 - dim).flatten(2)
+    elif kind == "uneven":
+        yield lambda x, scope: kept_twice(x.flatten(0, 1), size, rank)
+        yield kind
+        yield lambda x, scope: kept_once(x, size, rank).unflatten(0, (p.batch, -1))
     elif kind == "scatter":
         yield lambda x, scope: x.unflatten(1, (size, -1)).movedim(1, 0).flatten(0, 1)
         yield kind
@@ -334,7 +363,7 @@ def program_of(p: Program, rank: int, name: str) -> Callable[..., Any]:
         x, b, *w = args
         scope = Scope(w, b, flag)
         for step in mine:
-            x = collective(step, x, p.size, name) if isinstance(step, str) else step(x, scope)
+            x = collective(step, x, p.size, rank, name) if isinstance(step, str) else step(x, scope)
         return x, scope.extras
 
     return program
@@ -349,13 +378,13 @@ def results(outs: Any, grads: Iterable[Tensor | None] = ()) -> list[Tensor]:
     return [outs[0].detach(), *(e.detach() for e in outs[1]), *(g for g in grads if g is not None)]
 
 
-def expected(p: Program, call: int, flag: bool) -> list[list[Tensor]]:
+def expected(p: Program, call: int) -> list[list[Tensor]]:
     """The results of every rank."""
     args = [inputs(p, rank, call, torch.float64) for rank in range(p.size)]
     for rank, mine in enumerate(args):
         for each in mine:
             each.requires_grad_(p.backward_on(rank))
-    scopes = [Scope(mine[2:], mine[1], flag) for mine in args]
+    scopes = [Scope(mine[2:], mine[1], p.flag_on(rank, call)) for rank, mine in enumerate(args)]
     xs = [mine[0] for mine in args]
     for row in zip(*(_phases(p, rank) for rank in range(p.size)), strict=True):
         for rank, (local, _) in enumerate(row):
