@@ -1,12 +1,12 @@
 """The headers' words on results in place: where a rank takes its result, and whether a peer has written there.
 
-`fusedcomm.memory.segment.HeaderLayout` says where they are. A stamp is epoch << 24 | fingerprint, as a flag is.
+`fusedcomm.memory.segment.HeaderLayout` says where they are. A stamp is epoch << 24 | (fingerprint ^ layout).
 """
 
 from __future__ import annotations
 
 from fusedcomm.kernels.native_part import loaded
-from fusedcomm.memory.segment import HeaderLayout
+from fusedcomm.memory.segment import FINGERPRINT_BITS, HeaderLayout
 
 _WORD = 8
 
@@ -24,22 +24,25 @@ class Posts:
         loaded().signal(address + _WORD, num_bytes)
         loaded().signal(address + 2 * _WORD, stamp)
 
-    def has_come(self, peer: int, stamp: int) -> bool:
-        """Whether the peer's post for exactly this round and call is here (acquire)."""
-        address = self._addresses[self._rank] + self._layout.post(peer)
-        return bool(loaded().load(address + 2 * _WORD) == stamp)
+    def has_come(self, peer: int, epoch: int) -> bool:
+        """Whether the peer's post for this round is here, of any layout."""
+        return self._stamp(peer) >> FINGERPRINT_BITS == epoch
 
     def find(self, peer: int, num_bytes: int, stamp: int) -> int | None:
-        """The place of the peer's result of this size in its heap, or None without a post for this round.
+        """The place of the peer's result of this size in its heap, or None without a post with this stamp.
 
         Everything is compared before the first store: a post of another round or call names memory that may be another
-        tensor by now.
+        tensor by now, one of another layout a result whose elements are elsewhere.
         """
-        if not self.has_come(peer, stamp):
+        if self._stamp(peer) != stamp:
             return None
         address = self._addresses[self._rank] + self._layout.post(peer)
         place, size = loaded().load(address), loaded().load(address + _WORD)
         return int(place) if size == num_bytes else None
+
+    def _stamp(self, peer: int) -> int:
+        """The last word of the peer's post (acquire)."""
+        return int(loaded().load(self._addresses[self._rank] + self._layout.post(peer) + 2 * _WORD))
 
     def mark(self, dst_rank: int, epoch: int) -> None:
         loaded().signal(self._addresses[dst_rank] + self._layout.mark(epoch, self._rank), epoch)

@@ -179,7 +179,7 @@ class Workspace(CallMemory):
         loaded().prefer_huge_pages(out.data_ptr(), out.nbytes)
         return out
 
-    def post(self, result: Tensor, fingerprint: int) -> bool:
+    def post(self, result: Tensor, layouts: Sequence[int], fingerprint: int) -> bool:
         """Tell every peer where this round's result is, if they can write it there."""
         place = None if self.results is None else self.results.place(result)
         if place is None:
@@ -187,20 +187,19 @@ class Workspace(CallMemory):
         if self.layout.guard_bytes:
             self.posted_result = result
         for peer in peers_of(self.rank, self.group_size)[:-1]:
-            self.posts.post(peer, place, result.nbytes, self._stamp(fingerprint))
+            self.posts.post(peer, place, result.nbytes, self._stamp(fingerprint, layouts[peer]))
         return True
 
-    def all_have_posted(self, fingerprint: int) -> bool:
-        peers = peers_of(self.rank, self.group_size)[:-1]
-        return all(self.posts.has_come(peer, self._stamp(fingerprint)) for peer in peers)
+    def all_have_posted(self) -> bool:
+        return all(self.posts.has_come(peer, self.epoch + 1) for peer in peers_of(self.rank, self.group_size)[:-1])
 
-    def posted(self, dst_rank: int, num_bytes: int, fingerprint: int) -> Tensor | None:
+    def posted(self, dst_rank: int, num_bytes: int, layout: int, fingerprint: int) -> Tensor | None:
         """dst_rank's result of this round as bytes, if this rank may write it."""
-        place, results = self.posts.find(dst_rank, num_bytes, self._stamp(fingerprint)), self.results
+        place, results = self.posts.find(dst_rank, num_bytes, self._stamp(fingerprint, layout)), self.results
         return None if place is None or results is None else results.at_peer(dst_rank, place, num_bytes)
 
-    def _stamp(self, fingerprint: int) -> int:
-        return (self.epoch + 1) << FINGERPRINT_BITS | fingerprint
+    def _stamp(self, fingerprint: int, layout: int) -> int:
+        return (self.epoch + 1) << FINGERPRINT_BITS | (fingerprint ^ layout)
 
     def end_round(self, op: str, fingerprint: int) -> None:
         """Count a round that this rank has completed, or launched; on a CPU look whether a peer has given up by it."""

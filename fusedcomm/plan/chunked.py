@@ -81,7 +81,7 @@ def push_reduce_gather(
         beside = spans is not rounds[-1]
         moves.push(spans, matmul)
         moves.reduce(spans, reduced, bias, scale, beside=beside)
-        moves.begin(out)
+        moves.begin(spans, out)
         moves.pack(spans, reduced, out)
         moves.unpack(spans, out, own=reduced, beside=beside)
     moves.end()
@@ -109,7 +109,7 @@ def gather_matmul(
         max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
     rounds = exchange.rounds(max_numel)
     for spans in rounds:
-        moves.begin(gathered)
+        moves.begin(spans, gathered)
         moves.pack(spans, x, gathered)
         if gathered is not None and (by_round or at_end):
             moves.unpack(spans, gathered, own=x, beside=by_round and spans is not rounds[0])

@@ -23,8 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.call_plan import fingerprint_of
 from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
@@ -72,7 +74,7 @@ class Moves:
             self.posted = made
         return made
 
-    def begin(self, out: Tensor | None = None) -> None:
+    def begin(self, spans: RoundSpans, out: Tensor | None = None) -> None:
         """Begin a round, before its first chunk is sent. ``out``: the tensor that its chunks are unpacked to."""
         s = self.s
         if s.device.is_gpu:
@@ -82,12 +84,13 @@ class Moves:
             if len(self.ended) == s.memory.layout.num_slots:
                 s.after(MAIN, self.ended[0])
         elif out is not None and out is self.posted:
-            s.add(Post(s.place(out)))
+            sources = range(s.group_size)
+            s.add(Post(s.place(out), tuple(_layout(spans.at(src).unpack.of(src)) for src in sources)))
 
     def push(self, spans: RoundSpans, matmul: PushedMatmul, out: Tensor | None = None) -> None:
         """Compute and send every dst_rank's chunk, the next rank's first."""
         s = self.s
-        self.begin(out)
+        self.begin(spans, out)
         matmul.begin(spans, self.rank)
         if s.device.is_gpu:
             self._push_staged(spans, matmul, out)
@@ -174,7 +177,8 @@ class Moves:
         if out is None or out is not self.posted:
             return None
         numel = spans.unpacked_numel(dst_rank, out.numel())
-        self.s.add(Ask(Test.POSTED, dst_rank, numel * self.dtype.itemsize))
+        layout = _layout(spans.landing(self.rank, dst_rank))
+        self.s.add(Ask(Test.POSTED, dst_rank, numel * self.dtype.itemsize, layout))
         return self.s.posted(dst_rank, numel, self.dtype)
 
     def _signal(self, dst_rank: int) -> None:
@@ -303,6 +307,11 @@ class Moves:
     def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:
         """This rank's chunk in dst_rank's slot."""
         return self.s.chunk(dst_rank, self.rank, spans, self.dtype)
+
+
+def _layout(place: Span) -> int:
+    """Ranks of one wire may want other final layouts: in place is written where sender and receiver mean one place."""
+    return fingerprint_of(*place)
 
 
 def _in_result(spans: RoundSpans, src_rank: int, out: Tensor) -> Tensor:

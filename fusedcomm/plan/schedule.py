@@ -53,7 +53,7 @@ class Test(IntEnum):
     __test__ = False  # for pytest
 
     LATE = 0  # whether a peer has not posted its result yet
-    POSTED = 1  # whether ``rank`` has posted a result of ``num_bytes`` that this rank can write
+    POSTED = 1  # whether ``rank`` has posted a result of this size and ``layout`` that this rank can write
     MARKED = 2  # whether ``rank`` has written this rank's result in this round
 
 
@@ -128,9 +128,12 @@ class Wait:
 
 @dataclass(frozen=True)
 class Post:
-    """Tells all peers where in this rank's heap the result is, if it is there."""
+    """Tells all peers where in this rank's heap the result is, if it is there. ``layouts``: by src_rank, 24 bits each,
+    of its chunk in the result.
+    """
 
     result: Place
+    layouts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Ask:
     test: Test
     rank: int = 0
     num_bytes: int = 0
+    layout: int = 0
 
 
 @dataclass(frozen=True)

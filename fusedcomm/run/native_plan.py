@@ -77,9 +77,9 @@ def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
         case Reduce():
             plan.reduce(facts, places(work.out, *work.parts, work.bias), work.bias is not None, work.scale != 1)
         case Post():
-            plan.post(facts, places(work.result))
+            plan.post(facts, places(work.result), work.layouts)
         case Ask():
-            plan.ask(facts, int(work.test), work.rank, work.num_bytes)
+            plan.ask(facts, int(work.test), work.rank, work.num_bytes, work.layout)
         case Signal():
             plan.with_number(facts, native.SIGNAL, work.dst_rank)
         case Wait():

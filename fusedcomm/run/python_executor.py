@@ -124,7 +124,7 @@ class Execution:
             case Wait():
                 self.workspace.wait(work.src_rank, self.epoch, self.op, self.fingerprint)
             case Post():
-                self.has_posted = self.workspace.post(self.tensor(work.result), self.fingerprint)
+                self.has_posted = self.workspace.post(self.tensor(work.result), work.layouts, self.fingerprint)
             case Ask():
                 self.answers[work.test, work.rank] = self._answer(work)
             case Mark():
@@ -194,9 +194,9 @@ class Execution:
         workspace = self.workspace
         match ask.test:
             case Test.LATE:
-                return self.has_posted and not workspace.all_have_posted(self.fingerprint)
+                return self.has_posted and not workspace.all_have_posted()
             case Test.POSTED:
-                found = workspace.posted(ask.rank, ask.num_bytes, self.fingerprint)
+                found = workspace.posted(ask.rank, ask.num_bytes, ask.layout, self.fingerprint)
                 if found is not None:
                     self.posted[ask.rank] = found
                 return found is not None

@@ -182,7 +182,7 @@ class Plan::Run {
       case Step::kWait:
         return rounds_.wait(step.rank);
       case Step::kPost:
-        return rounds_.post(tensor(step.places[0]));
+        return rounds_.post(tensor(step.places[0]), step.layouts);
       case Step::kAsk:
         return ask(step);
       case Step::kMark:
@@ -239,7 +239,7 @@ class Plan::Run {
       answer = rounds_.is_peer_late();
     } else if (step.test == Step::kMarked) {
       answer = rounds_.is_in_place(step.rank);
-    } else if (const auto place = rounds_.posted(step.rank, step.num_bytes)) {
+    } else if (const auto place = rounds_.posted(step.rank, step.num_bytes, step.layouts.front())) {
       posted_[static_cast<size_t>(step.rank)] = *place;
       answer = true;
     }

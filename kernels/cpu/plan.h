@@ -37,6 +37,7 @@ struct Step {
   std::vector<Place> places;  // the one that is written first
   int64_t rank = 0;
   int64_t num_bytes = 0;   // for kAsk: of the result
+  std::vector<int64_t> layouts;  // for kPost: by peer, of its chunk in the result; for kAsk: of the own one
   Test test = kLate;       // for kAsk
   bool has_bias = false;   // the last of the places
   bool adds = false;       // for kMultiply: to what is there

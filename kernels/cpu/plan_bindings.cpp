@@ -55,11 +55,18 @@ void with_number(Plan& plan, const GivenFacts& facts, int kind, int64_t number) 
   append(plan, facts, std::move(step));
 }
 
-void ask(Plan& plan, const GivenFacts& facts, int test, int64_t rank, int64_t num_bytes) {
+void post(Plan& plan, const GivenFacts& facts, Places places, std::vector<int64_t> layouts) {
+  Step step = step_of(Step::kPost, std::move(places));
+  step.layouts = std::move(layouts);
+  append(plan, facts, std::move(step));
+}
+
+void ask(Plan& plan, const GivenFacts& facts, int test, int64_t rank, int64_t num_bytes, int64_t layout) {
   Step step = step_of(Step::kAsk);
   step.test = static_cast<Step::Test>(test);
   step.rank = rank;
   step.num_bytes = num_bytes;
+  step.layouts = {layout};
   append(plan, facts, std::move(step));
 }
 
@@ -119,7 +126,7 @@ void bind_plans(py::module_& m) {
       .def("multiply", &multiply)
       .def("copy", [](Plan& plan, const GivenFacts& facts, Places places) { append(plan, facts, step_of(Step::kCopy, std::move(places))); })
       .def("reduce", &reduce)
-      .def("post", [](Plan& plan, const GivenFacts& facts, Places places) { append(plan, facts, step_of(Step::kPost, std::move(places))); })
+      .def("post", &post)
       .def("ask", &ask)
       .def("with_number", &with_number)
       .def("launch", &launch)

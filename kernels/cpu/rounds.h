@@ -71,30 +71,32 @@ class Rounds {
     return made;
   }
 
-  // Tells every peer where this round's result is, if they can write it there.
-  void post(const at::Tensor& result) {
+  // Tells every peer where this round's result is, if they can write it there. `layouts`: by peer, of its chunk in it.
+  void post(const at::Tensor& result, const std::vector<int64_t>& layouts) {
     const std::optional<int64_t> place = segments_.results->place(result);
     posts_ = place.has_value();
     for (int64_t step = 1; place && step < segments_.group_size; ++step) {
-      const uintptr_t words = post_of((segments_.rank + step) % segments_.group_size, segments_.rank);
+      const int64_t peer = (segments_.rank + step) % segments_.group_size;
+      const uintptr_t words = post_of(peer, segments_.rank);
       signal_word(words, *place);
       signal_word(words + sizeof(int64_t), static_cast<int64_t>(result.nbytes()));
-      signal_word(words + 2 * sizeof(int64_t), flag_value());
+      signal_word(words + 2 * sizeof(int64_t), flag_value() ^ layouts[static_cast<size_t>(peer)]);
     }
   }
 
   // Whether a peer has not posted yet. All will if this rank has: they have made and freed the same results.
   bool is_peer_late() const {
     for (int64_t peer = 0; posts_ && peer < segments_.group_size; ++peer) {
-      if (peer != segments_.rank && !has_posted(peer)) return true;
+      if (peer != segments_.rank && stamp_of(peer) >> kFingerprintBits != *epoch_ + 1) return true;
     }
     return false;
   }
 
-  // Where the result of dst_rank begins in its heap, if it has posted one of this size for exactly this round, and it
-  // is warm for this process. All is compared before the first store: the memory of an older post may be a tensor.
-  std::optional<int64_t> posted(int64_t dst_rank, int64_t num_bytes) const {
-    if (segments_.results == nullptr || !has_posted(dst_rank)) return std::nullopt;
+  // Where the result of dst_rank begins in its heap, if it has posted one of this size and layout for exactly this
+  // round, and it is warm for this process. All is compared before the first store: the memory of an older post may be
+  // a tensor.
+  std::optional<int64_t> posted(int64_t dst_rank, int64_t num_bytes, int64_t layout) const {
+    if (segments_.results == nullptr || stamp_of(dst_rank) != (flag_value() ^ layout)) return std::nullopt;
     const uintptr_t words = post_of(segments_.rank, dst_rank);
     const int64_t place = load_word(words);
     if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;
@@ -150,9 +152,7 @@ class Rounds {
   uintptr_t post_of(int64_t owner, int64_t src_rank) const {
     return segments_.address(owner) + static_cast<uintptr_t>(segments_.posts + src_rank * kPostBytes);
   }
-  bool has_posted(int64_t peer) const {
-    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();
-  }
+  int64_t stamp_of(int64_t peer) const { return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)); }
 
   const Segments& segments_;
   int64_t* epoch_;

@@ -83,12 +83,14 @@ Step of_rank(Step::Kind kind, int64_t rank) {
 // The plan of a rank, and how its steps are appended: under no condition, or one on an answer.
 struct Steps {
   std::shared_ptr<Plan> plan;
+  int64_t own_layout;  // of the chunk that this rank sends, in each peer's result
 
   void always(Step step) const { plan->append(std::move(step), "", 0, 0, -1); }
   void ask(Step::Test test, int64_t rank) const {
     Step step = of_rank(Step::kAsk, rank);
     step.test = test;
     step.num_bytes = kRanks * kChunkBytes;
+    step.layouts = {own_layout};
     always(std::move(step));
   }
   void where(Step::Test test, int64_t rank, bool answer, Step step) const {
@@ -100,9 +102,12 @@ struct Steps {
 std::shared_ptr<Plan> plan_of(int64_t rank) {
   const Place input = chunk(Place::kInput, 0, 0), whole{Place::kResult, 0, 0, {kRanks * kNumel}, {1}, at::kInt, {}};
   const Steps steps{std::make_shared<Plan>(kRanks, PlanDevice(), std::vector<Result>{{whole.sizes, at::kInt, true}}, 0,
-                                           std::vector<int64_t>(), 0)};
+                                           std::vector<int64_t>(), 0),
+                    rank};
   const auto own = [&] { return Step{Step::kCopy, {chunk(Place::kResult, 0, rank), input}}; };
-  steps.always({Step::kPost, {whole}});
+  Step post{Step::kPost, {whole}};
+  for (int64_t src = 0; src < kRanks; ++src) post.layouts.push_back(src);
+  steps.always(std::move(post));
   steps.ask(Step::kLate, rank);
   steps.where(Step::kLate, rank, true, own());
   for (int64_t i = 1; i < kRanks; ++i) {

@@ -123,13 +123,13 @@ def check_overrun_of_a_result(rank: int) -> str:
     """Rank 1 waits for rank 0's post, and writes before its result."""
     post, posted, num_bytes = Workspace.post, Workspace.posted, 8
 
-    def late(self: Workspace, result: torch.Tensor, fingerprint: int) -> bool:
+    def late(self: Workspace, result: torch.Tensor, *layouts_and_fingerprint: Any) -> bool:
         if self.results is not None and self.results.place(result) is not None:
-            wait_until(lambda: self.all_have_posted(fingerprint))
-        return post(self, result, fingerprint)
+            wait_until(lambda: self.all_have_posted())
+        return post(self, result, *layouts_and_fingerprint)
 
-    def overrun(self: Workspace, dst_rank: int, size: int, fingerprint: int) -> torch.Tensor | None:
-        place = posted(self, dst_rank, size, fingerprint)
+    def overrun(self: Workspace, dst_rank: int, *what: int) -> torch.Tensor | None:
+        place = posted(self, dst_rank, *what)
         assert place is not None and self.results is not None
         start = place.storage_offset() - num_bytes
         self.results.buffers[dst_rank][start : start + num_bytes] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.plan import planner
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import (
     ALL_REDUCE,
@@ -217,6 +219,26 @@ def test_compiled_programs(rank: int, by_op: bool) -> None:
             want = torch.cat([x.relu() @ w for x, w in (integers(TO_ALL, r, 2, seed=step)[:2] for r in range(2))])
             assert_exact([got], [want[:, 7 * rank : 7 * rank + 7] + 1])
         assert (seen > 0) == by_op
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
+def test_ranks_of_one_wire_may_want_other_layouts(rank: int, prepared: bool) -> None:
+    """What rank 0 puts one after the other rank 1 wants in runs: in results of one size, and chunks of one order."""
+    own = (replace(RUNS, gather_dim=0), RUNS)[rank]
+    with pytest.MonkeyPatch.context() as patch, empty_is_nan(), chunked_group(prepared) as group:
+        patch.setattr(planner, "fingerprint_of", lambda *facts: 5)
+        warm_up(group, RUNS)
+        for seed in range(WARM_UP):
+            after_peers(group, seed % 2)
+            results = results_of(group, own, seed)
+            assert_exact(results, wanted(group, own, seed))
+            assert arrived(group) == []
+            assert member_of(group).workspace.results.place(results[0]) is not None  # and so it was posted
+            del results
+        after_peers(group, 0)  # which finds the post of rank 1
+        assert_exact(results_of(group, RUNS), wanted(group, RUNS))
+        assert arrived(group) == [0] * rank
 
 
 # how much memory there is for them

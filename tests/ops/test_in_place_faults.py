@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan import planner
+from fusedcomm.plan import moves, planner
 from fusedcomm.run import python_executor
 from tests.faults.prepared_calls import until_posted
 from tests.helpers.groups import member_of
@@ -122,7 +122,8 @@ SMALL, LARGE = Problem("small", (512, 5), 4, 0, 1), Problem("large", (4096, 5), 
 def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, plans: bool) -> None:
     """A fingerprint has 24 bits. What two such calls give is wrong, but other tensors stay as they are."""
     with pytest.MonkeyPatch.context() as patch, chunked_group(plans) as group:
-        patch.setattr(planner, "fingerprint_of", lambda *facts: 5)
+        for where in (planner, moves):  # a layout has 24 bits too
+            patch.setattr(where, "fingerprint_of", lambda *facts: 5)
         warm_up(group, LARGE, SMALL)
         results = member_of(group).workspace.results
         freed = results.empty([4096], torch.float32)  # where the result of SMALL goes

@@ -47,16 +47,16 @@ MIRRORED: Mirrors = {
     },
     "results.ResultsInPlace": {
         "kernels/cpu/rounds.h": (
-            "empty post post_of is_peer_late has_posted posted mark_in_place mark is_in_place",
-            "6ce18dc36fce",
+            "empty post post_of is_peer_late stamp_of posted mark_in_place mark is_in_place",
+            "0c6a62d6e97a",
         ),
         "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
-        "kernels/cpu/plan.cpp": ("ask", "0812844d5fb4"),
-        "fusedcomm/memory/posts.py:Posts": ("post has_come find mark is_marked", "7c44491518c7"),
+        "kernels/cpu/plan.cpp": ("ask", "57b7018701c4"),
+        "fusedcomm/memory/posts.py:Posts": ("post has_come find _stamp mark is_marked", "da7d40393bca"),
         "fusedcomm/memory/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
         "fusedcomm/memory/workspace.py:Workspace": (
             "post all_have_posted posted _stamp _retire_results",
-            "531398e6565a",
+            "8f416f539d2c",
         ),
         "fusedcomm/memory/group_member.py:Member": ("close _make_results _drop_results _share", "a99e27c81ac4"),
     },

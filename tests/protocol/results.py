@@ -7,6 +7,7 @@ of the two may decide for the slot. Checks, with faults and without, by the name
     write to a finished result             the block may belong to a tensor that the user holds
     write to the result of another call    the block is in use for another op or round
     write beyond the result                the block is in use for a result of another size
+    write in another layout                the receiver of the chunk has it elsewhere in the result
     result taken from its user             a block that the user holds is given to another call
 
 The user holds a result for as long as he likes, so a write to a free block counts as one to a finished result. He frees
@@ -22,8 +23,8 @@ from tests.protocol.explorer import Violation
 from tests.protocol.scenario import Programs, Scenario, Step
 from tests.protocol.state import Moves, Rank, Results, Stamp, State, put, sent, with_word
 
-FREE, HELD, FAILED = (), (1,), (2,)  # a block's use; a call's is (segment, first epoch, last epoch, op, size)
-CALL = 5  # words of such a use
+FREE, HELD, FAILED = (), (1,), (2,)  # a block's use; a call's is (segment, first epoch, last epoch, op, size, layout)
+CALL = 6  # words of such a use
 
 
 class ResultsInPlace:
@@ -58,7 +59,7 @@ class ResultsInPlace:
     def entered(self, state: State, r: int, step: Step) -> Moves:
         """The result is in the heap or not. A post that was left from an earlier call stays where it is."""
         yield "", self._past(state, r, ("post", "stamp"))
-        use = (step.segment, step.epoch, step.last, step.op, step.size)
+        use = (step.segment, step.epoch, step.last, step.op, step.size, step.layout)
         forgotten = self.rules.heap_after_reset == "forgotten" and step.segment > 0
         for block in range(self.num_blocks if step.size and r in self.offers else 0):
             at = self._block(step.segment, r, block)
@@ -79,7 +80,7 @@ class ResultsInPlace:
         if self._own_block(state, r, step) is None:
             yield ", nothing", sent(state, r)
         else:
-            stamp = step.epoch, step.op
+            stamp = step.epoch, step.op, step.layout
             yield "", self._with(sent(state, r), stamps=(self._word(step.segment, step.other, r), stamp))
 
     def found(self, state: State, r: int, step: Step) -> Stamp | None:
@@ -121,9 +122,10 @@ class ResultsInPlace:
         yield ", takes the slot", self._past(put(state, r, rank._replace(place=())), r, ("look", "place"))
 
     def _matches(self, stamp: tuple[int, ...], step: Step) -> bool:
-        epoch, op = stamp
+        epoch, op, layout = stamp
         same_epoch = epoch == step.epoch if self.rules.compares_epoch else epoch <= step.epoch
-        return same_epoch and (op == step.op or not self.rules.compares_fingerprint)
+        same_layout = layout == step.layout or not self.rules.compares_layout
+        return same_epoch and same_layout and (op == step.op or not self.rules.compares_fingerprint)
 
     def _place(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         place = state.results.posts[self._word(step.segment, r, step.other)]
@@ -140,11 +142,13 @@ class ResultsInPlace:
         if use in (FREE, HELD):
             raise Violation(f"write to a finished result: {what}")
         if use != FAILED:
-            segment, first, last, op, size = use
+            segment, first, last, op, size, layout = use
             if (segment, op) != (step.segment, step.op) or not first <= step.epoch <= last:
                 raise Violation(f"write to the result of another call: {what}")
             if size != step.size:
                 raise Violation(f"write beyond the result: {what}")
+            if layout != step.layout:
+                raise Violation(f"write in another layout: {what}")
         cell = self._cell(step.segment, step.other, block, r)
         after = put(state, r, rank._replace(sent=rank.sent + 1, place=()))
         return self._with(after, places=(cell, (step.segment, step.epoch, step.op)))

@@ -25,6 +25,7 @@ class ResultRules:
     posts_after_reads: bool = True  # a rank posts when it has done all reads of the round before
     compares_epoch: bool = True  # a sender takes a post of its own round, not of one before
     compares_fingerprint: bool = True
+    compares_layout: bool = True  # a sender takes a post of a result that has its chunk where the sender would put it
     compares_size: bool = True
     mark_names: str = "epoch"  # a receiver takes a mark of its own round; "op": of the same call; "nothing": any
     copies_slots_only: bool = True  # what is in place is not copied out
@@ -66,6 +67,7 @@ class Call:
     is_empty: bool = False  # nobody has anything to send
     slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
     size: int = 1  # the size of the result, which peers of another size do not know from the op
+    layout: int = 0  # where its chunks are in the result, which peers do not know from the op either
     sizes: tuple[int, ...] = ()  # that of each rank, where parts differ in size: all ranks know these from the op
 
     def size_on(self, rank: int) -> int:
@@ -159,6 +161,7 @@ class Step(NamedTuple):
     slot: int  # the slot of the data
     after: int  # steps of the rank's other program that come before
     size: int = 0  # the size of a result that may be in place
+    layout: int = 0
     last: int = 0  # the last epoch of the call
     at_once: bool = False  # whether it is one step with the one before
 
@@ -249,7 +252,8 @@ class _Segment:
         if what == "enter" and not self._posts(last):
             size = 0
         at_once = self.scenario.whole_posts and what in AT_ONCE
-        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, size, last, at_once)
+        of_result = size, call.layout
+        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, *of_result, last, at_once)
 
     def _posts(self, last: int) -> bool:
         """Whether peers may write the result of the call in place."""

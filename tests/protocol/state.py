@@ -33,7 +33,7 @@ class Results(NamedTuple):
     blocks: tuple[Stamp, ...] = ()  # what each block of a heap is for: FREE, HELD, FAILED, or a call
     places: tuple[Stamp, ...] = ()  # what src_rank has written into the block
     posts: tuple[tuple[int, ...], ...] = ()  # the (block, size) that src_rank offers to the owner of the header
-    stamps: tuple[tuple[int, ...], ...] = ()  # the (epoch, op) of that post
+    stamps: tuple[tuple[int, ...], ...] = ()  # the (epoch, op, layout) of that post
     marks: tuple[int, ...] = ()  # the epoch in which src_rank last wrote in place, by slot
 
 

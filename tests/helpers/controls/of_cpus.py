@@ -101,23 +101,20 @@ CONTROLS: dict[str, Control] = {
     # results in place
     "a post is of this round": Control(
         POSTS,
-        "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
-        "        found = loaded().load(address + 2 * _WORD)\n"
-        "        return bool(found <= stamp and found & 0xFFFFFF == stamp & 0xFFFFFF)",
+        "        if self._stamp(peer) != stamp:\n",
+        "        if (found := self._stamp(peer)) > stamp or (found ^ stamp) & 0xFFFFFF:\n",
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
     ),
     "a post is of this round in a prepared call too": Control(
         "kernels/cpu/rounds.h",
-        "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
-        "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
-        "    return stamp <= flag_value() && (stamp & 0xFFFFFF) == fingerprint_;",
+        "stamp_of(dst_rank) != (flag_value() ^ layout)",
+        "((stamp_of(dst_rank) ^ flag_value() ^ layout) & 0xFFFFFF) != 0",
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
     ),
     "a post is of this call in a prepared call too": Control(
         "kernels/cpu/rounds.h",
-        "    return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)) == flag_value();",
-        "    const int64_t stamp = load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t));\n"
-        "    return stamp >> kFingerprintBits == flag_value() >> kFingerprintBits;",
+        "stamp_of(dst_rank) != (flag_value() ^ layout)",
+        "stamp_of(dst_rank) >> kFingerprintBits != *epoch_ + 1",
         "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
     ),
     "a post has the size that is written": Control(
@@ -140,9 +137,21 @@ CONTROLS: dict[str, Control] = {
     ),
     "a post is of this call": Control(
         POSTS,
-        "        return bool(loaded().load(address + 2 * _WORD) == stamp)",
-        "        return bool(loaded().load(address + 2 * _WORD) >> 24 == stamp >> 24)",
+        "        if self._stamp(peer) != stamp:\n",
+        "        if self._stamp(peer) >> 24 != stamp >> 24:\n",
         "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
+    ),
+    "a post is of this layout": Control(
+        POSTS,
+        "        if self._stamp(peer) != stamp:\n",
+        "        if self._stamp(peer) >> 24 != stamp >> 24:\n",
+        "tests/ops/test_in_place.py::test_ranks_of_one_wire_may_want_other_layouts[python]",
+    ),
+    "a post is of this layout in a prepared call too": Control(
+        "kernels/cpu/rounds.h",
+        "stamp_of(dst_rank) != (flag_value() ^ layout)",
+        "stamp_of(dst_rank) >> kFingerprintBits != *epoch_ + 1",
+        "tests/ops/test_in_place.py::test_ranks_of_one_wire_may_want_other_layouts[prepared]",
     ),
     "a mark is of this round": Control(
         POSTS,
