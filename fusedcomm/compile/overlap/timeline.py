@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
@@ -12,17 +11,12 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Span = tuple[float, float]  # ms
-COLOURS = {"compute": "#004488", "collective": "#ddaa33", "exposed": "#bb5566"}  # different in grey, too
+_COLOURS = {"compute": "#004488", "collective": "#ddaa33", "exposed": "#bb5566"}  # different in grey, too
 _LABELS = {
     "compute": "compute",
     "collective": "collective beside compute: hidden",
     "exposed": "exposed: compute waits for the collective",
 }
-_LINKS = {"intra": "inside a node", "inter": "between nodes"}
-_PIXELS = 1500  # about how many the time axis of a picture has
-_DPI = 150
-_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 @dataclass(frozen=True)
@@ -117,12 +111,18 @@ class Timeline:
         Raises:
             ImportError: there is no matplotlib.
         """
-        _draw({"": self}, file, "")
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("plots need matplotlib: pip install matplotlib, or fusedcomm[bench]") from None
 
-
-def plot_both(before: Timeline, after: Timeline, file: Any, title: str = "") -> None:
-    """Write both, one above the other, with the same axes of time and memory; the rest is as in `Timeline.plot`."""
-    _draw({"before: ": before, "after: ": after}, file, title)
+        num_lanes = 1 + len(_groups(self))
+        figure = Figure(figsize=(9.0, 2.4 + 0.3 * num_lanes), layout="constrained")
+        lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(0.4 + 0.3 * num_lanes, 1.1))
+        _draw_lanes(lanes, self)
+        _draw_memory(memory, self)
+        figure.legend(fontsize=8, ncols=len(_LABELS), frameon=False, loc="outside lower center")
+        figure.savefig(file, dpi=150)
 
 
 def _trace_events(timeline: Timeline) -> list[dict[str, Any]]:
@@ -161,104 +161,38 @@ def _slice(name: str, category: str, tid: int, start_ms: float, end_ms: float) -
 # the picture
 
 
-def _draw(timelines: Mapping[str, Timeline], file: Any, title: str) -> None:
-    try:
-        from matplotlib import patches
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plots need matplotlib: pip install matplotlib, or fusedcomm[bench]") from None
-
-    heights = [h for each in timelines.values() for h in (0.4 + 0.3 * (1 + len(_groups(each))), 1.1)]
-    figure = Figure(figsize=(9.0, sum(heights) + 0.6 + 0.3 * bool(title)), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    panels: Any = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    total_ms = max(each.total_ms for each in timelines.values()) or 1.0
-    most = max(each.peak_bytes for each in timelines.values())
-    for i, (which, timeline) in enumerate(timelines.items()):
-        _draw_lanes(panels[2 * i], timeline, total_ms / _PIXELS)
-        panels[2 * i].set_title(which + _summary(timeline), fontsize=9, loc="left")
-        _draw_memory(panels[2 * i + 1], timeline, total_ms / _PIXELS, most)
-    panels[-1].set_xlim(0, total_ms)
-    panels[-1].set_xlabel("estimated time, ms")
-    handles = [patches.Patch(color=colour, label=_LABELS[what]) for what, colour in COLOURS.items()]
-    figure.legend(handles=handles, fontsize=8, ncols=len(handles), frameon=False, loc="outside lower center")
-    figure.savefig(file, dpi=_DPI)
-
-
-def _summary(timeline: Timeline) -> str:
-    hidden = sum(line.hidden for line in timeline.collectives)
-    parts = f"{timeline.compute_ms:.4g} ms of compute + {timeline.exposed_ms:.4g} ms exposed"
-    return f"{timeline.total_ms:.4g} ms = {parts}; {hidden} of {len(timeline.collectives)} collectives hidden"
-
-
-def _draw_lanes(axes: Axes, timeline: Timeline, pixel: float) -> None:
-    groups = _groups(timeline)
-    rows = {group: -row for row, group in enumerate(groups, start=1)}
+def _draw_lanes(axes: Axes, timeline: Timeline) -> None:
+    rows = {lane: -row for row, lane in enumerate(_groups(timeline), start=1)}
     of = {line.node: line for line in timeline.collectives}
-    spans: dict[tuple[float, str], list[Span]] = {
-        (0, "compute"): [(start, end) for _, start, end in timeline.compute],
-        (0, "exposed"): [(start, end) for _, start, end in timeline.waits],
+    bars: dict[str, list[tuple[int, float, float]]] = {
+        "compute": [(0, start, end) for _, start, end in timeline.compute],
+        "collective": [(rows[line.link, line.group], line.start_ms, line.end_ms) for line in of.values()],
+        "exposed": [(0, start, end) for _, start, end in timeline.waits],
     }
-    for line in timeline.collectives:
-        spans.setdefault((rows[line.link, line.group], "collective"), []).append((line.start_ms, line.end_ms))
     for node, start, end in timeline.waits:
         line = of[node]
         if line.start_ms < end and start < line.end_ms:  # the collective may have been in its group's queue first
             during = max(start, line.start_ms), min(end, line.end_ms)
-            spans.setdefault((rows[line.link, line.group], "exposed"), []).append(during)
-    for (y, what), each in spans.items():
-        bars = [(start, end - start) for start, end in _merged(each, pixel)]
-        edges = [0.3 if ms > 8 * pixel else 0.0 for _, ms in bars]
-        axes.broken_barh(bars, (y - 0.4, 0.8), facecolors=COLOURS[what], edgecolor="white", linewidth=edges)
-    axes.set_yticks(
-        range(0, -len(groups) - 1, -1),
-        ["compute", *(f"{_LINKS.get(link, link)}: group {group}"[:32] for link, group in groups)],
-        fontsize=8,
-    )
-    axes.set_ylim(-len(groups) - 0.5, 0.5)
+            bars["exposed"].append((rows[line.link, line.group], *during))
+    for what, label in _LABELS.items():
+        y, left, right = zip(*bars[what], strict=True) if bars[what] else ((), (), ())
+        widths = [end - start for start, end in zip(left, right, strict=True)]
+        axes.barh(y, widths, 0.8, left, color=_COLOURS[what], edgecolor=_COLOURS[what], linewidth=0.3, label=label)
+    hidden = sum(line.hidden for line in timeline.collectives)
+    parts = f"{timeline.compute_ms:.4g} ms of compute + {timeline.exposed_ms:.4g} ms exposed"
+    title = f"{timeline.total_ms:.4g} ms = {parts}; {hidden} of {len(timeline.collectives)} collectives hidden"
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_yticks([0, *rows.values()], ["compute", *(_label(*lane)[:32] for lane in rows)], fontsize=8)
 
 
-def _merged(spans: Iterable[Span], pixel: float) -> list[Span]:
-    """The spans in order of time. A span narrower than a pixel is joined to its neighbour."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        narrow = found and (end - start < pixel or found[-1][1] - found[-1][0] < pixel)
-        if narrow and start - found[-1][1] < pixel / 2:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+    from matplotlib.ticker import EngFormatter
 
-
-def _draw_memory(axes: Axes, timeline: Timeline, pixel: float, most: int) -> None:
-    """``most``: the bytes at the top of the axis."""
-    unit, size = next((unit, size) for unit, size in _UNITS.items() if most >= size or size == 1)
-    points = _most_per_pixel(timeline.memory, pixel)
-    times = [ms for ms, _ in points] + [timeline.total_ms]
-    values = [num_bytes / size for _, num_bytes in points]
-    values += values[-1:] or [0.0]
-    axes.fill_between(times, values, step="post", color="#bbbbbb", linewidth=0)
-    peak = timeline.peak_bytes / size
-    at = next((ms for ms, num_bytes in timeline.memory if num_bytes == timeline.peak_bytes), 0.0)
-    axes.axhline(peak, color="black", linewidth=0.8, linestyle="--")
-    axes.plot([at], [peak], "v", color="black", markersize=5, clip_on=False)
-    axes.set_ylim(0, 1.4 * max(most, 1) / size)
-    axes.text(0.005, peak, f"peak {peak:.4g} {unit}", transform=axes.get_yaxis_transform(), va="bottom", fontsize=8)
-    axes.set_ylabel(f"memory\n{unit}", fontsize=8)
+    times, held = zip(*timeline.memory, strict=True)
+    axes.fill_between([*times, timeline.total_ms], [*held, held[-1]], step="post", color="#bbbbbb", linewidth=0)
+    axes.axhline(timeline.peak_bytes, color="black", linewidth=0.8, linestyle="--")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.set_ylabel("memory", fontsize=8)
+    axes.set_xlabel("estimated time, ms")
+    axes.set_xlim(0, timeline.total_ms or 1.0)
     axes.tick_params(labelsize=8)
-
-
-def _most_per_pixel(memory: Sequence[tuple[float, int]], pixel: float) -> list[tuple[float, int]]:
-    """The most memory in each pixel's time, then the memory at its end."""
-    found: list[tuple[float, int]] = []
-    column, last = -1, 0
-    for ms, num_bytes in memory:
-        if int(ms / pixel) > column:
-            if found and last < found[-1][1]:
-                found.append((min(ms, found[-1][0] + pixel), last))
-            column = int(ms / pixel)
-            found.append((ms, num_bytes))
-        else:
-            found[-1] = found[-1][0], max(num_bytes, found[-1][1])
-        last = num_bytes
-    return [*found, (memory[-1][0], last)] if memory else found
