@@ -32,7 +32,7 @@ from torch import Tensor
 
 import fusedcomm
 import fusedcomm.compile
-from fusedcomm.bench import common
+from fusedcomm.bench import baselines, common
 from fusedcomm.bench.common import DTYPE_COLUMN, DTYPES, Goal, Ratio, at_least, ms
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.compile.reports import CompileReport
@@ -40,7 +40,8 @@ from fusedcomm.launch import world
 from fusedcomm.launch.console import Column
 from fusedcomm.ops.exact_problem import difference
 
-EAGER, ROOF, PLAIN, EXCHANGE, COMPILED, OP = "eager program", "roof", "plain", "exchange", "compiled", "op"
+EAGER, ROOF, UNFUSED = "eager program", "roof", "matmul, all_to_all"
+PLAIN, EXCHANGE, COMPILED, OP = "plain", "exchange", "compiled", "op"
 TIMED = (ROOF, PLAIN, EXCHANGE, COMPILED, OP)
 FASTER = 1.3  # plain / compiled, at least
 NOT_SLOWER = 0.97  # op / compiled, at least: 1 but for the noise of a median
@@ -73,9 +74,14 @@ class ProgramSizes:
     n: int = 2048
     heads: int = 16
 
+    @property
+    def out_shape(self) -> list[int]:
+        return [self.heads, self.n // self.heads]
+
     def __str__(self) -> str:
         b, t, k, n = self.batch, self.tokens, self.k, self.n
-        return f"{self.pairs} pairs, x ({b}, {t}, {k}), w ({b}, {k}, {n}), {self.heads} heads"
+        pairs = f"{self.pairs} pairs, " if self.pairs > 1 else ""
+        return f"{pairs}x ({b}, {t}, {k}), w ({b}, {k}, {n}), {self.heads} heads"
 
 
 class ProgramData:
@@ -87,6 +93,8 @@ class ProgramData:
     def __init__(self, sizes: ProgramSizes, dtype: torch.dtype, device: torch.device) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
+        # Its warning, that it gathers every part to keep one, is in the docstring of this module
+        logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
         self.sizes, self.dtype, self.device = sizes, dtype, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh(device.type, (self.num_ranks,))
@@ -99,6 +107,15 @@ class ProgramData:
         generator = torch.Generator(self.device).manual_seed(self.rank)
         for t in (*self.xs, *self.ws):
             t.normal_(generator=generator)
+
+    def eager(self) -> dict[str, Callable[[], list[Tensor]]]:
+        """The variants that are not compiled."""
+        return {
+            EAGER: self._calling(matmul_and_reshard_heads),
+            ROOF: lambda: [torch.matmul(x, w) for x, w in self._pairs],
+            UNFUSED: self._unfused,
+            OP: self._op,
+        }
 
     def variants(self) -> dict[str, Callable[[], list[Tensor]]]:
         from torch._inductor import config
@@ -113,14 +130,7 @@ class ProgramData:
             with fusedcomm.compile.enabled() as report:
                 compiled = self._compiled()
         self.num_fused = sum(each.status == "fused" for each in report.collectives)
-        return {
-            EAGER: self._calling(matmul_and_reshard_heads),
-            ROOF: lambda: [torch.matmul(x, w) for x, w in self._pairs],
-            PLAIN: plain,
-            EXCHANGE: exchange,
-            COMPILED: compiled,
-            OP: self._op,
-        }
+        return self.eager() | {PLAIN: plain, EXCHANGE: exchange, COMPILED: compiled}
 
     def check(self, name: str, results: list[Tensor]) -> str | None:
         expected = [self._product(x, w) for x, w in self._pairs] if name == ROOF else self._oracle
@@ -145,8 +155,17 @@ class ProgramData:
 
         return call
 
+    def plan(self) -> fusedcomm.Plan:
+        x, w, out_shape = self.xs[0], self.ws[0], self.sizes.out_shape
+        return fusedcomm.explain("matmul_all_to_all", x, w, 1, 2, self.mesh, out_shape=out_shape)
+
+    def _unfused(self) -> list[Tensor]:
+        """A user's own program, with a copy to pack and one to unpack."""
+        ys = [torch.matmul(x, w).unflatten(-1, self.sizes.out_shape) for x, w in self._pairs]
+        return [baselines.unpacked(baselines.all_to_all(baselines.packed(y, 2)), 1) for y in ys]
+
     def _op(self) -> list[Tensor]:
-        out_shape = [self.sizes.heads, self.sizes.n // self.sizes.heads]
+        out_shape = self.sizes.out_shape
         return [fusedcomm.matmul_all_to_all(x, w, 1, 2, self.mesh, out_shape=out_shape) for x, w in self._pairs]
 
     @cached_property
@@ -155,7 +174,7 @@ class ProgramData:
         parts = []
         for rank in range(self.num_ranks):
             ys = [self._product(x, w) for x, w in zip(*self._integers(rank), strict=True)]
-            parts.append([y.unflatten(-1, (self.sizes.heads, -1)).chunk(self.num_ranks, 2)[self.rank] for y in ys])
+            parts.append([y.unflatten(-1, self.sizes.out_shape).chunk(self.num_ranks, 2)[self.rank] for y in ys])
         return [torch.cat(each, 1) for each in zip(*parts, strict=True)]
 
     def _product(self, x: Tensor, w: Tensor) -> Tensor:
@@ -224,8 +243,6 @@ COLUMNS = (
 
 def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str, rounds: int) -> ProgramRow:
     device = world.rank_device(device_type)
-    gathers = "torch.distributed.tensor._collective_utils"  # its warning is in the docstring of this module
-    logging.getLogger(gathers).setLevel(logging.ERROR)
     data = ProgramData(sizes, DTYPES[dtype], device)
     variants = data.variants()
     check_values(variants, data.check)

@@ -10,15 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedcomm.bench import trace
+from fusedcomm.bench import start_program, trace
+from fusedcomm.bench.start_program import ProgramData, ProgramSizes
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, measure
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
-from fusedcomm.tools.demo_problem import DTENSOR, OURS, ROOF, UNFUSED, DemoData, DemoProblem
 
-VARIANTS = (DTENSOR, UNFUSED, OURS, ROOF)
+DTENSOR, UNFUSED, OURS, ROOF = "DTensor", "matmul + all_to_all", "fusedcomm", "matmul alone (roof)"
+NAMES = {  # of the variants of the start program
+    DTENSOR: start_program.EAGER,
+    UNFUSED: start_program.UNFUSED,
+    OURS: start_program.OP,
+    ROOF: start_program.ROOF,
+}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TIMEOUT_S = 600
 HEADS = 16
@@ -93,24 +99,20 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
     return None
 
 
-def start_program(device: torch.device, dtype: torch.dtype, world_size: int) -> DemoProblem:
+def sizes_of(device: torch.device, world_size: int) -> ProgramSizes:
     """The demo's sizes: (16, 16192, 4096) @ (16, 4096, 8192) per GPU, the batch cut to fit memory.
 
     They are much smaller on a CPU.
     """
     heads = HEADS if HEADS % world_size == 0 else world_size
     if device.type == "cpu":
-        problem = DemoProblem((2, 1024, 1024), (2, 1024, 256 * heads), (heads, 256), 1, -2, dtype)
-    else:
-        problem = DemoProblem((16, 16192, 4096), (16, 4096, 512 * heads), (heads, 512), 1, -2, dtype)
-        free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
-        dist.all_reduce(free, dist.ReduceOp.MIN)
-        # inputs, product, packed, received, result; and the oracle's copies in float32
-        bytes_per_batch = 12 * 4 * problem.x_shape[1] * problem.w_shape[2]
-        batch = max(1, min(16, int(free) // bytes_per_batch))
-        x_shape, w_shape = ((batch, *shape[1:]) for shape in (problem.x_shape, problem.w_shape))
-        problem = replace(problem, x_shape=x_shape, w_shape=w_shape)
-    return problem
+        return ProgramSizes(1, 2, 1024, 1024, 256 * heads, heads)
+    sizes = ProgramSizes(1, 16, 16192, 4096, 512 * heads, heads)
+    free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
+    dist.all_reduce(free, dist.ReduceOp.MIN)
+    # inputs, product, packed, received, result; and the oracle's copies in float32
+    bytes_per_batch = 12 * 4 * sizes.tokens * sizes.n
+    return replace(sizes, batch=max(1, min(sizes.batch, int(free) // bytes_per_batch)))
 
 
 def report(result: DemoResult) -> dict[str, Any]:
@@ -132,18 +134,18 @@ def report(result: DemoResult) -> dict[str, Any]:
 def _measure(rank: int, device_type: str, dtype: torch.dtype, rounds: int, traces: bool) -> DemoResult:
     device = world.rank_device(device_type)
     world_size = dist.get_world_size()
-    problem = start_program(device, dtype, world_size)
-    data = DemoData(problem, device)
-    plan = data.plan()
-    variants = data.variants(*VARIANTS)
+    data = ProgramData(sizes_of(device, world_size), dtype, device)
+    plan, every = data.plan(), data.eager()
+    variants = {name: every[NAMES[name]] for name in NAMES}
     with console.progress(rank == 0, rounds + 1, "checking values", "round") as on_round:
-        check_values(variants, data.check)
+        check_values(variants, lambda name, results: data.check(NAMES[name], results))
         data.randomize()
         times = measure(variants, device, rounds=rounds, on_round=on_round) if world_size > 1 else {}
     traced = trace.record({name: variants[name] for name in (UNFUSED, OURS)}, device) if traces else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
     huge_pages = world.torch_asks_for_huge_pages()
-    return DemoResult(str(problem), world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, traced)
+    problem = f"{data.sizes}, {str(dtype).removeprefix('torch.')}"
+    return DemoResult(problem, world_size, name, rounds, str(plan), plan.algorithm, huge_pages, times, traced)
 
 
 def _print(result: DemoResult) -> None:

@@ -6,29 +6,24 @@ import io
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.bench.start_program import ProgramSizes
 from fusedcomm.testing import RankPool
 from fusedcomm.tools import demo, main
-from fusedcomm.tools.demo_problem import DTENSOR, OURS, ROOF, UNFUSED
+from fusedcomm.tools.demo import DTENSOR, OURS, ROOF, UNFUSED
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_text())
 
 
 def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *options: str) -> tuple[int, str, str]:
     """Run a small demo, with one wrong element on ``wrong_rank``. This rank has RANK and a group, as under torchrun."""
-    start_program, ours = demo.start_program, fusedcomm.matmul_all_to_all
-
-    def small(device: torch.device, dtype: torch.dtype, world_size: int) -> demo.DemoProblem:
-        problem = start_program(device, dtype, world_size)
-        return replace(problem, x_shape=(2, 9, 16), w_shape=(2, 16, 64), out_shape=(16, 4))
+    sizes_of, ours = demo.sizes_of, fusedcomm.matmul_all_to_all
 
     def wrong(*args: object, **kwargs: object) -> Tensor:
         y = ours(*args, **kwargs)  # type: ignore[arg-type]
@@ -37,12 +32,12 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *option
         return y
 
     out, err = io.StringIO(), io.StringIO()
-    demo.start_program, fusedcomm.matmul_all_to_all = small, wrong  # type: ignore[assignment]
+    demo.sizes_of, fusedcomm.matmul_all_to_all = lambda *args: ProgramSizes(1, 2, 9, 16, 64, 16), wrong  # type: ignore[assignment]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(["demo", "--rounds", "2", "--device", "cpu", *options])
     finally:
-        demo.start_program, fusedcomm.matmul_all_to_all = start_program, ours
+        demo.sizes_of, fusedcomm.matmul_all_to_all = sizes_of, ours
     return code, out.getvalue(), err.getvalue()
 
 
@@ -51,7 +46,7 @@ def test_wrong_values_on_one_rank_end_every_rank_with_code_1(
 ) -> None:
     for code, out, err in ranks(2).run(small_demo_with_one_wrong_element, 1):
         assert code == 1
-        assert "'fusedcomm' gave wrong values: rank 1: 1 of" in err
+        assert "'fusedcomm' gave wrong values: rank 1: pair 0: 1 of" in err
         assert "first at [0, 3, 1, 2]" in err
         assert not out
 
