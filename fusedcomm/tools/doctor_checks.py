@@ -8,23 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed import _symmetric_memory as symm_mem
 
 import fusedcomm
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.memory import members, signals, topology
-from fusedcomm.memory.group import store
-from fusedcomm.memory.launch_order import ordered
-from fusedcomm.memory.vote import agree
 from fusedcomm.tools.doctor_findings import ERROR, OK, Finding
 from fusedcomm.tools.selftest_checks import small
 
 START_S = 60.0  # until the ranks have come together
-PATTERN_BYTES = 1 << 20
-SIGNALS = 100
-FINGERPRINT = 0xD0C
+COPIED_BYTES = 1 << 20
 
 
 class CheckRanks:
@@ -67,48 +59,17 @@ def uuids(rank: int) -> list[str]:
 
 
 def peer_copies(rank: int) -> str:
-    """Copy a pattern from every GPU to every other and back, and compare it on the host."""
+    """Copy random bytes from every GPU to every other and back, and compare it on the host."""
     count = torch.cuda.device_count()
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     for a, b in pairs:
-        sent = pattern(251 * a + b)
+        sent = torch.randint(256, (COPIED_BYTES,), dtype=torch.uint8, device="cpu")
         there = sent.to(f"cuda:{a}").to(f"cuda:{b}")
         _must(torch.equal(there.cpu(), sent), f"GPU {a} -> {b}: wrong bytes arrived")
         _must(torch.equal(there.to(f"cuda:{a}").cpu(), sent), f"GPU {b} -> {a}: wrong bytes arrived")
     no_access = ", ".join(f"{a} -> {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b))
-    text = f"{len(pairs)} pairs, {PATTERN_BYTES >> 20} MiB each way, every byte right"
+    text = f"{len(pairs)} pairs, {COPIED_BYTES >> 20} MiB each way, every byte right"
     return f"{text}; through the host: {no_access}" if no_access else text
-
-
-def rendezvous(rank: int, device_type: str) -> str:
-    """Every rank writes a pattern into every peer's symmetric memory, and finds the peers' in its own."""
-    group, device = world(), _rank_device(device_type)
-    if device_type == "cpu" and (reason := topology.no_native()):
-        raise RuntimeError(reason)
-    size = group.size()
-    mine = symm_mem.empty(size * PATTERN_BYTES, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(mine, group.group_name)
-    for peer in range(size):
-        part = handle.get_buffer(peer, (PATTERN_BYTES,), torch.uint8, rank * PATTERN_BYTES)
-        part.copy_(pattern(251 * rank + peer).to(device))
-    _come_together(device)
-    for peer, part in enumerate(mine.cpu().chunk(size)):
-        _must(torch.equal(part, pattern(251 * peer + rank)), f"rank {rank}: wrong bytes from rank {peer}")
-    _come_together(device)
-    return f"{size} ranks wrote {PATTERN_BYTES >> 20} MiB into each other's memory, every byte right"
-
-
-def atomics(rank: int, device_type: str) -> str:
-    """Signal and wait in rounds by fusedcomm's kernels: release and acquire at system scope, in the peers' memory."""
-    group, device = world(), _rank_device(device_type)
-    workspace = members.member(group.group_name, device).workspace_for(0, "fusedcomm doctor", FINGERPRINT)
-    for _ in range(SIGNALS):
-        with ordered(workspace), workspace.guarded("fusedcomm doctor"):
-            signals.signal(workspace, FINGERPRINT)
-            signals.wait(workspace, FINGERPRINT)
-        workspace.launched(captured=False)
-    fusedcomm.synchronize()
-    return f"{SIGNALS} rounds of signal and wait between {group.size()} ranks"
 
 
 def op_values(rank: int, device_type: str, algorithm: str) -> str:
@@ -120,22 +81,10 @@ def op_values(rank: int, device_type: str, algorithm: str) -> str:
     return f"matmul_all_to_all of {dist.get_world_size()} ranks, result and gradients exact"
 
 
-def pattern(seed: int) -> Tensor:
-    """Bytes that differ from place to place and from seed to seed."""
-    return ((torch.arange(PATTERN_BYTES, device="cpu") * 7 + seed) % 251).to(torch.uint8)
-
-
 def _must(condition: bool, text: str) -> None:
     """Like ``assert``, under PYTHONOPTIMIZE too."""
     if not condition:
         raise RuntimeError(text)
-
-
-def _come_together(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    group = world()
-    agree(store(group, "doctor"), group.rank(), group.size(), {}, what="fusedcomm doctor")
 
 
 def world() -> ProcessGroup:

@@ -87,14 +87,10 @@ def _look_at_ranks(
         return
     verdicts = [verdict for each in report.groups for verdict in each.verdicts if verdict.device == device_type]
     can_run = [verdict.algorithm for verdict in verdicts if verdict.can_run]
-    if not set(env.WITH_WORKSPACE).isdisjoint(can_run):
-        advice = "see the findings above, and ptrace_scope, which must be 0 or 1; FUSEDCOMM_ALGORITHM=unfused avoids it"
-        name = f"{device_type} symmetric memory"
-        report.findings.append(ranks.check(name, advice, limit_s, doctor_checks.rendezvous, device_type))
-        if device_type == "cuda":
-            report.findings.append(ranks.check("cuda atomics", advice, limit_s, doctor_checks.atomics, device_type))
     for algorithm in can_run:
         advice = f"do not use it here: FUSEDCOMM_ALGORITHM must not be {algorithm}; please report this"
+        if algorithm in env.WITH_WORKSPACE:
+            advice = f"see the findings above, and ptrace_scope, which must be 0 or 1; else {advice}"
         name = f"{device_type} {algorithm}"
         report.findings.append(ranks.check(name, advice, limit_s, doctor_checks.op_values, device_type, algorithm))
 

@@ -52,7 +52,7 @@ def test_the_command_on_this_machine(ranks: Ranks, monkeypatch: pytest.MonkeyPat
     code, out = doctor(0, tmp_path / "x")
     assert code == 0 and not set("\x1b\r") & set(out) and "0 errors" in out and "exit code 0" in out
     found = levels(tmp_path / "x")
-    names = ("cpu symmetric memory", "cpu unfused", "cpu chunked", "cpu fused", "cpu pipelined")
+    names = ("cpu unfused", "cpu chunked", "cpu fused", "cpu pipelined")
     assert found["checks"] == dict.fromkeys(names, OK)
     assert found["algorithms"]["cpu chunked"] == OK
     assert found["algorithms"]["cuda"] == found["gpus"]["GPUs"] == ABSENT
@@ -68,18 +68,6 @@ def test_a_check_that_hangs_is_bounded_and_the_next_one_runs() -> None:
         hung = ranks.check("x", "help", 0.5, hang)
         assert (hung.level, hung.advice) == (ERROR, "help") and "did not answer: no result within 0.5 s" in hung.text
         assert ranks.check("x", "", 30, str).text == "0"
-
-
-def few_atomics_and_wrong_bytes(rank: int) -> str:
-    ours = doctor_checks.pattern
-    with mock.patch.multiple(doctor_checks, SIGNALS=6, pattern=lambda seed: ours(seed + (rank == 1))):
-        assert doctor_checks.atomics(rank, "cpu") == "6 rounds of signal and wait between 2 ranks"
-        return doctor_checks.rendezvous(rank, "cpu")
-
-
-def test_wrong_bytes_in_a_peers_memory_are_found(ranks: Ranks) -> None:
-    finding = shared(ranks)(2).check("x", "", 30, few_atomics_and_wrong_bytes)
-    assert finding.level == ERROR and "wrong bytes from rank" in finding.text
 
 
 def planted_topology(rank: int, reason: str) -> GroupAnswer:
@@ -117,7 +105,7 @@ def gpu_group(can_run: bool = True) -> GroupAnswer:
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A machine whose GPUs are fine. What is returned says what its ranks answer, and can be changed."""
     cpu_group = GroupAnswer([rank_facts()] * 2, [AlgorithmVerdict("cpu", "chunked", True, True, "of a reason")])
-    answers: dict[str, Any] = dict.fromkeys(("peer_copies", "rendezvous", "atomics", "op_values"), "works")
+    answers: dict[str, Any] = dict.fromkeys(("peer_copies", "op_values"), "works")
     answers |= {"ask ['cpu']": cpu_group, "ask ['cuda']": gpu_group(), "uuids": [f"{UUID}0", f"{UUID}1"]}
     machine = doctor_gpus.survey(fake_nvml())
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -130,8 +118,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_two_good_gpus(two_gpus: dict[str, Any], tmp_path: Path) -> None:
     assert doctor(0, tmp_path / "x")[0] == 0
     found = levels(tmp_path / "x")
-    names = ("peer copies", "symmetric memory", "atomics", "unfused", "chunked", "fused")
-    assert found["checks"] == dict.fromkeys(["cpu symmetric memory", "cpu chunked", *(f"cuda {n}" for n in names)], OK)
+    names = ("peer copies", "unfused", "chunked", "fused")
+    assert found["checks"] == dict.fromkeys(["cpu chunked", *(f"cuda {n}" for n in names)], OK)
     assert found["algorithms"] == dict.fromkeys(["cpu chunked", "cuda unfused", "cuda chunked", "cuda fused"], OK)
     assert doctor(0, tmp_path / "x", "--quick")[0] == 0
     assert levels(tmp_path / "x") == {section: each for section, each in found.items() if section != "checks"}
