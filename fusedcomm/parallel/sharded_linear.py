@@ -35,9 +35,9 @@ from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
 from fusedcomm.parallel.linear_of_whole import linear_of_whole
 from fusedcomm.parallel.shard_of import shard_of
 from fusedcomm.parallel.shared_gather import SharingLinear, taken_from
-from fusedcomm.parallel.torch_hooks import APPLIED
 from fusedcomm.parallel.unwritten import unwritten
 
+APPLIED = "_distribute_module_applied"  # on a module that has a style: torch refuses another one
 LEFT = "_fusedcomm_left"  # on a module that a style has left to torch's own: why
 _Layer = TypeVar("_Layer", bound="ShardedLinear")
 

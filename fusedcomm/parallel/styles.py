@@ -16,7 +16,6 @@ from torch.distributed.tensor.placement_types import Placement
 from fusedcomm.parallel.plain_modules import is_defined_in, why_not_plain_call, why_on_any_rank
 from fusedcomm.parallel.sharded_linear import LEFT, ColwiseLinear, RowwiseLinear
 from fusedcomm.parallel.shared_gather import Offers, SharingLinear, running_call
-from fusedcomm.parallel.torch_hooks import as_expected
 
 _OF_LINEAR = ("_apply", "_partition_linear_fn", "_prepare_input_fn", "_prepare_output_fn")
 _OF_INPUT = ("_apply", "_prepare_input_fn", "_prepare_input_kwarg_fn", "_prepare_input_arg")
@@ -36,7 +35,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear) or not as_expected():
+        if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
         why = why_not_plain_call(module) or _why_not_own(self, *_OF_LINEAR)
         if why is None and self.desired_input_layouts != (Replicate(),):
@@ -61,7 +60,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear) or not as_expected():
+        if not isinstance(module, nn.Linear):
             return super()._apply(module, device_mesh)
         why = why_not_plain_call(module) or _why_not_own(self, *_OF_LINEAR)
         if _is_left(module, device_mesh, why):
@@ -90,7 +89,7 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
     _offers: Offers | None = None  # of the call that is being prepared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not as_expected() or _is_left(module, device_mesh, _why_not_own(self, *_OF_INPUT)):
+        if _is_left(module, device_mesh, _why_not_own(self, *_OF_INPUT)):
             return super()._apply(module, device_mesh)
         module.register_forward_pre_hook(_Prepare(self, device_mesh), with_kwargs=True)
         module.register_forward_hook(_after, always_call=True)
@@ -205,5 +204,4 @@ class PrepareModuleInputOutput(torch_styles.PrepareModuleInputOutput):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
-        if as_expected():
-            self.prepare_module_input = PrepareModuleInput(**inputs, use_local_output=use_local_input)
+        self.prepare_module_input = PrepareModuleInput(**inputs, use_local_output=use_local_input)

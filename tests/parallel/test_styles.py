@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,8 +21,6 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 import fusedcomm.parallel as our_parallel
-from fusedcomm.parallel import torch_hooks
-from fusedcomm.parallel.sharded_linear import ColwiseLinear
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
 
@@ -394,36 +391,6 @@ def test_random_changes(rank: int) -> None:
 
         derive = (lambda kind: kind) if style is None else lambda kind, s=style, m=method: DERIVED[s][0](kind, m)
         check_left(rank, layer, None, change, derive)
-
-
-@on_ranks(2)
-def test_a_torch_that_has_changed(rank: int) -> None:
-    """Each part that the styles are built on is missed; then torch's own styles run, and one warning says so."""
-    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(2, K, generator=torch.Generator().manual_seed(1))
-    for name in torch_hooks._METHODS:
-        style, method = name.split(".")
-        with mock.patch.object(getattr(torch_parallel, style), method, lambda self, otherwise: None):
-            assert str(torch_hooks.changed()).startswith(name)
-    with mock.patch.object(torch_parallel.RowwiseParallel, "__init__", lambda self: None):
-        assert torch_hooks.changed() == "RowwiseParallel.input_layouts of one placement"
-    with mock.patch.object(torch_parallel.PrepareModuleInputOutput, "__init__", lambda self, **layouts: None):
-        assert torch_hooks.changed() == "PrepareModuleInputOutput.prepare_module_input"
-    with mock.patch.object(torch_hooks, "distribute_module", lambda module: module):
-        assert torch_hooks.changed() == "_distribute_module_applied, set and read by distribute_module"
-    torch_hooks.as_expected.cache_clear()
-    with mock.patch.object(torch_hooks, "CHANGED", "a hook"), warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        try:
-            linears = [styled(our_parallel, Case("ColwiseParallel"), mesh) for _ in range(2)]
-            both = our_parallel.PrepareModuleInputOutput(output_layouts=Shard(0), desired_output_layouts=Shard(0))
-        finally:
-            torch_hooks.as_expected.cache_clear()
-    assert all(type(linear) is nn.Linear for linear in linears)
-    assert type(both.prepare_module_input) is torch_parallel.PrepareModuleInput
-    want = styled(our_parallel, Case("ColwiseParallel"), mesh)
-    assert type(want) is ColwiseLinear and torch.equal(linears[0](x), want(x))
-    (warning,) = [each for each in found if "fusedcomm" in str(each.message)]
-    assert "has no a hook, which fusedcomm.parallel is built on" in str(warning.message)
 
 
 @on_ranks(2)
