@@ -15,7 +15,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import socket
 import sys
@@ -24,12 +23,14 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest import mock
 
 # Ranks that wait for one that has failed get this long to fail by themselves.
 GRACE_S = 10.0
@@ -87,23 +88,9 @@ class _Setup:
     parent: int
 
 
-class RankProcess(Protocol):
-    """The interface of a pool's processes: multiprocessing's, and tests' forks."""
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def sentinel(self) -> int: ...  # readable once the process has ended
-    @property
-    def exitcode(self) -> int | None: ...
-    def is_alive(self) -> bool: ...
-    def kill(self) -> None: ...
-    def join(self, timeout: float | None = None) -> None: ...
-
-
 @dataclass
 class _Rank:
-    process: RankProcess
+    process: BaseProcess
     tasks: Connection
     traces: Connection
     killed: bool = False
@@ -154,7 +141,7 @@ class RankPool:
                     timeout_s,
                     parent=os.getpid(),
                 )
-                _in_lasting_thread(partial(self._add, setup, env or {}))
+                _starter.submit(self._add, setup, env or {}).result()
             self._running = True
             self.join()
         except BaseException:
@@ -275,7 +262,7 @@ class RankPool:
             yield RankFailure(r, "did not answer", None, message, trace)
 
     def _add(self, setup: _Setup, env: Mapping[str, str]) -> None:
-        """Start a rank. An interrupt ends the caller's wait and the pool, but not this, in the starter thread."""
+        """Start a rank. An interrupt ends the caller's wait and the pool, but not this, in the starter's thread."""
         if self.dead:
             return
         rank = _spawn(setup, env)
@@ -304,8 +291,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **options: An
 
 
 _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
-_jobs_lock = threading.Lock()
-_jobs: queue.SimpleQueue[Callable[[], None]] | None = None
+# The thread that starts all ranks lives as long as this process: PR_SET_PDEATHSIG fires when the thread that made a
+# process ends, and the caller's thread may end earlier.
+_starter = ThreadPoolExecutor(1, "start_ranks")
 
 
 @atexit.register
@@ -314,60 +302,14 @@ def _reap() -> None:
         pool._kill_all()
 
 
-def _in_lasting_thread(start: Callable[[], None]) -> None:
-    """Call ``start()`` in the one thread that starts all ranks and lives as long as this process.
-
-    PR_SET_PDEATHSIG fires when the thread that made the process ends, and the caller's thread may end earlier.
-    """
-    started: Future[None] = Future()
-
-    def job() -> None:
-        try:
-            start()
-            started.set_result(None)
-        except BaseException as error:
-            started.set_exception(error)
-
-    _starter_jobs().put(job)
-    started.result()
-
-
-def _starter_jobs() -> queue.SimpleQueue[Callable[[], None]]:
-    """Jobs for the starter thread. The first caller starts it."""
-    global _jobs
-    with _jobs_lock:
-        if _jobs is None:
-            jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-            def run_jobs() -> None:
-                while True:
-                    jobs.get()()
-
-            threading.Thread(target=run_jobs, name="start_ranks", daemon=True).start()
-            _jobs = jobs
-        return _jobs
-
-
 def _forget_parents() -> None:
-    """In a forked child: the parent's ranks are not its own, and a thread that it lacks may hold the lock."""
-    global _jobs, _jobs_lock
+    """In a forked child: the parent's ranks and its thread are not its own."""
+    global _starter
     _pools.clear()
-    _jobs, _jobs_lock = None, threading.Lock()
+    _starter = ThreadPoolExecutor(1, "start_ranks")
 
 
 os.register_at_fork(after_in_child=_forget_parents)
-
-
-@contextlib.contextmanager
-def _environ(env: Mapping[str, str]) -> Iterator[None]:
-    """Only the starter thread may enter."""
-    saved = dict(os.environ)
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
 
 
 def _spawn(setup: _Setup, env: Mapping[str, str]) -> _Rank:
@@ -384,14 +326,14 @@ def _spawn(setup: _Setup, env: Mapping[str, str]) -> _Rank:
     if sys.platform in LOOPBACK and "GLOO_SOCKET_IFNAME" not in os.environ:
         rank_env["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
     # The child inherits these. It could set them too late: its first act is to import the parent's main module.
-    with _environ(rank_env | dict(env)):
+    with mock.patch.dict(os.environ, rank_env | dict(env)):
         process = _start(setup, child_tasks, child_traces)
     child_tasks.close()
     child_traces.close()
     return _Rank(process, tasks, traces)
 
 
-def _start(setup: _Setup, tasks: Connection, traces: Connection) -> RankProcess:
+def _start(setup: _Setup, tasks: Connection, traces: Connection) -> BaseProcess:
     process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=(setup, tasks, traces), daemon=True)
     process.start()
     return process

@@ -10,11 +10,12 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,16 +85,9 @@ def run_check(name: str, device: torch.device) -> CheckResult:
     return CheckResult(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
 
 
-@contextmanager
-def settings(**env: str) -> Iterator[None]:
+def settings(**env: str) -> AbstractContextManager[Any]:
     """Set ``FUSEDCOMM_<name>`` inside. A group keeps the settings of its first call."""
-    saved = dict(os.environ)
-    os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
+    return mock.patch.dict(os.environ, {f"FUSEDCOMM_{name}": value for name, value in env.items()})
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 from fusedcomm.launch import ranks
 
@@ -39,7 +40,7 @@ spawn = ranks._start
 
 
 class ForkedRank:
-    """A process of the server: a `ranks.RankProcess`."""
+    """A process of the server, with what a pool asks of a multiprocessing.Process."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.server, self.pid = server, pid
@@ -92,7 +93,7 @@ def late_left_out(environ: Mapping[str, str]) -> dict[str, str]:
 _servers: list[ForkServer] = []
 
 
-def start(setup: ranks._Setup, tasks: Connection, traces: Connection) -> ranks.RankProcess:
+def start(setup: ranks._Setup, tasks: Connection, traces: Connection) -> BaseProcess | ForkedRank:
     """In place of ``ranks._start``, and in the same thread, which lives as long as the servers must."""
     if not _servers and os.environ["OMP_NUM_THREADS"] == "1":
         _servers.extend(ForkServer() for _ in range(NUM_SERVERS))

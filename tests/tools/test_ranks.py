@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
 
@@ -175,45 +176,23 @@ def test_an_interrupt_while_a_rank_is_started_leaves_none(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ranks, "_spawn", spawn)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ranks.Future, "result", interrupt)
+        patch.setattr(Future, "result", interrupt)
         RankPool(2)
     interrupted.set()
-    ranks._in_lasting_thread(lambda: None)  # the thread has done what it was given before
+    ranks._starter.submit(int).result()  # the thread has done what it was given before
     assert len(spawned) == 1
     spawned[0].process.kill.assert_called_with()
     spawned[0].process.join.assert_called_with()
 
 
-class SlowToStart(threading.Thread):
-    def start(self) -> None:
-        time.sleep(0.05)
-        super().start()
-
-
-def test_threads_that_start_the_first_ranks_at_once_share_one_starter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "_jobs", None)
-    starters: list[int] = []
-    callers = [
-        threading.Thread(target=ranks._in_lasting_thread, args=(lambda: starters.append(threading.get_ident()),))
-        for _ in range(4)
-    ]
-    monkeypatch.setattr(threading, "Thread", SlowToStart)
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(10)
-    assert len(starters) == 4 and len(set(starters)) == 1
-
-
 def test_a_forked_child_gets_a_starter_of_its_own_and_no_ranks_to_end() -> None:
-    ranks._in_lasting_thread(lambda: None)
+    ranks._starter.submit(int).result()
     pool = object.__new__(RankPool)
     ranks._pools.add(pool)
-    with ranks._jobs_lock:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(10)
-            ranks._in_lasting_thread(lambda: None)
-            os._exit(len(ranks._pools))
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        ranks._starter.submit(int).result()
+        os._exit(len(ranks._pools))
     ranks._pools.discard(pool)
     assert os.waitpid(child, 0)[1] == 0
