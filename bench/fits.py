@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 LEAST_S = 1e-7  # the least overhead or latency: nothing that a rank starts takes less
 Points = Sequence[tuple[float, float, float]]  # x, y, and the scale of an error of y
 
@@ -26,18 +28,11 @@ def affine(points: Points) -> tuple[float, float]:
 
     a is at least LEAST_S, and so is b times the largest x.
     """
-    least = LEAST_S / max(x for x, _, _ in points)
-    weights = [1 / scale**2 for _, _, scale in points]
-    total = sum(weights)
-    x_mean = sum(w * x for w, (x, _, _) in zip(weights, points, strict=True)) / total
-    y_mean = sum(w * y for w, (_, y, _) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for w, (x, _, _) in zip(weights, points, strict=True))
-    moved = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y, _) in zip(weights, points, strict=True))
-    b = moved / spread if spread else 0.0
-    a = y_mean - b * x_mean
+    x, y, scale = np.array(points).T
+    weights, least = scale**-2, LEAST_S / float(x.max())
+    b, a = np.polyfit(x, y, 1, w=1 / scale) if np.ptp(x) else (0.0, 0.0)
     if b < least:
-        return max(y_mean, LEAST_S), least
+        return max(float(np.average(y, weights=weights)), LEAST_S), least
     if a < LEAST_S:
-        square = sum(w * x * x for w, (x, _, _) in zip(weights, points, strict=True))
-        return LEAST_S, max(sum(w * x * y for w, (x, y, _) in zip(weights, points, strict=True)) / square, least)
-    return a, b
+        return LEAST_S, max(float((weights * x * y).sum() / (weights * x * x).sum()), least)
+    return float(a), float(b)

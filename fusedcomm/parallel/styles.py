@@ -179,29 +179,6 @@ class PrepareModuleInputOutput(torch_styles.PrepareModuleInputOutput):
         use_local_output: as in torch's PrepareModuleOutput.
     """
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
-        use_local_input: bool = False,
-        output_layouts: Placement | tuple[Placement | None, ...],
-        desired_output_layouts: Placement | tuple[Placement, ...],
-        use_local_output: bool = True,
-    ) -> None:
-        inputs: dict[str, Any] = {
-            "input_layouts": input_layouts,
-            "desired_input_layouts": desired_input_layouts,
-            "input_kwarg_layouts": input_kwarg_layouts,
-            "desired_input_kwarg_layouts": desired_input_kwarg_layouts,
-        }
-        super().__init__(
-            **inputs,
-            use_local_input=use_local_input,
-            output_layouts=output_layouts,
-            desired_output_layouts=desired_output_layouts,
-            use_local_output=use_local_output,
-        )
-        self.prepare_module_input = PrepareModuleInput(**inputs, use_local_output=use_local_input)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input.__class__ = PrepareModuleInput
+        return super()._apply(module, device_mesh)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import combinations, product
 
 from fusedcomm.plan.cost.links import INTER, INTRA, Reach, rate, reach_of
@@ -52,9 +52,6 @@ class MeshLinks:
     ranks_per_node: int
     constants: Constants
     inter_bandwidth: float
-    _lines: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __hash__(self) -> int:  # looked up often
         return self._hash
@@ -66,28 +63,16 @@ class MeshLinks:
 
     def seconds(self, kind: str, num_bytes: float, mesh_dims: tuple[int, ...]) -> float:
         """The time of ``kind`` over the flattened groups of ``mesh_dims``, if the busiest rank sends ``num_bytes``."""
-        latency, per_byte = self._line(kind, mesh_dims)
+        latency, per_byte = _line(self, kind, mesh_dims)
         return latency + num_bytes * per_byte
-
-    def latency(self, kind: str) -> float:
-        return self.constants.backend_latency[kind]
 
     @cached_property
     def least(self) -> tuple[float, float]:
         """The least latency, and the fewest seconds per byte, of any collective over any mesh dims."""
         dims = [i for i, size in enumerate(self.mesh_shape) if size > 1]
         subsets = [some for num in range(1, len(dims) + 1) for some in combinations(dims, num)]
-        lines = [self._line(kind, some) for kind in self.constants.backend_latency for some in subsets]
+        lines = [_line(self, kind, some) for kind in self.constants.backend_latency for some in subsets]
         return min(latency for latency, _ in lines), min(per_byte for _, per_byte in lines)
-
-    def _line(self, kind: str, mesh_dims: tuple[int, ...]) -> tuple[float, float]:
-        """Latency, and seconds per byte."""
-        found = self._lines.get((kind, mesh_dims))
-        if found is None:
-            bandwidth = {INTRA: self.constants.backend_bandwidth[kind], INTER: self.inter_bandwidth}
-            per_byte = 1 / rate(kind, self.reach(mesh_dims), bandwidth)
-            found = self._lines[kind, mesh_dims] = self.latency(kind), per_byte
-        return found
 
     def reach(self, mesh_dims: tuple[int, ...]) -> Reach:
         """The reach of the slowest group."""
@@ -112,3 +97,10 @@ class MeshLinks:
             ranks = sorted(self.mesh_ranks[first + place] for place in inside)
             shift = ranks[0] // self.ranks_per_node * self.ranks_per_node
             yield tuple(rank - shift for rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def _line(links: MeshLinks, kind: str, mesh_dims: tuple[int, ...]) -> tuple[float, float]:
+    """Latency, and seconds per byte."""
+    bandwidth = {INTRA: links.constants.backend_bandwidth[kind], INTER: links.inter_bandwidth}
+    return links.constants.backend_latency[kind], 1 / rate(kind, links.reach(mesh_dims), bandwidth)
