@@ -295,9 +295,7 @@ def _wrong_arguments(args: argparse.Namespace, world_size: int) -> str | None:
         return problem
     if world_size < 2:
         return f"--world-size must be at least 2, got {world_size}"
-    if world.is_rank_0() and (problem := console.not_writable(args.json)):
-        return f"--json {problem}"
-    return None
+    return console.not_writable(args, "json")
 
 
 def table(found: OpOverhead) -> Table:

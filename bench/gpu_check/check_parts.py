@@ -21,7 +21,6 @@ HALVES = {
     "right": [
         _MACHINE,
         _part("compile right", "compile_kernels", 90, 80, "right"),
-        _part("smoke", "smoke", 60, 25),
         _part("processes", "processes", 130, 60, "2"),
         _part("queues", "processes", 80, 40, "queues"),
         _part("programs", "programs", 90, 60),
@@ -79,8 +78,8 @@ ROWS = {  # by the first cell of the row in the table "By part"
         ("values/*chunked*", "processes/2 ranks chunked*", "4 processes/4 ranks chunked*"),
     ),
     "the five ops, `fused`": Evidence(
-        "right values on one GPU: every kernel, virtual ranks, and 2 and 4 processes",
-        ("smoke/*", "values/*fused*", "processes/2 ranks fused*", "4 processes/4 ranks fused*"),
+        "right values on one GPU: virtual ranks, and 2 and 4 processes",
+        ("values/*fused*", "processes/2 ranks fused*", "4 processes/4 ranks fused*"),
     ),
     "a GPU's first call: the probe of Triton, torch's rendezvous with a bound, votes on TF32 and on ranks that share a "
     "GPU": Evidence(

@@ -1,7 +1,7 @@
 """The process of a part: its cases, one after the other, each reported before the next begins.
 
 A part is a module with ``cases(device)``, a dict of functions by name. It ends with ``child.main(cases)``, so that it
-also runs by itself: ``python -m fusedcomm.bench.gpu_check.smoke``. It reports lines of JSON:
+also runs by itself: ``python -m fusedcomm.bench.gpu_check.programs``. It reports lines of JSON:
 
     {"cases": [name, ...]}                                                      once
     {"begun": name}                                                             before each case

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, processes, smoke, virtual_ranks
+from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, processes, virtual_ranks
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus
@@ -96,9 +96,7 @@ def jobs_of_right() -> Iterator[tuple[str, Job]]:
     """The launches of the half's parts, by name, in the parts' order."""
     for size in GROUP_SIZES:
         yield f"signals R={size}", partial(_signals, size)
-    for kernel in smoke.KERNELS:
-        yield f"smoke {kernel.__name__}", partial(kernel, META)
-    for part in (smoke, processes, virtual_ranks):
+    for part in (processes, virtual_ranks):
         yield from _calls(part.calls(cuda=True))
 
 

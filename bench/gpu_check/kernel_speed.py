@@ -1,6 +1,6 @@
 """Each kernel by itself, in the workspace of one rank: matmuls against cuBLAS, pack, unpack and reduce against a copy.
 
-A part fails by wrong values alone, not by a goal. `compile_kernels` makes the same problems on device "meta".
+A part fails by wrong values alone: `speeds` has the goals. `compile_kernels` makes the same problems on device "meta".
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 REPEATS = 4
-COPY_GOALS = {"pack": 0.95, "unpack": 0.95, "reduce": 0.9}  # of a copy's speed
 SHIPPED = "as shipped"
 
 
@@ -36,7 +35,6 @@ class MatmulShape:
     m: int
     n: int
     k: int
-    goals: tuple[float, float] = (0.97, 0.97)  # push, gather: share of cuBLAS's speed
 
     @property
     def flops(self) -> int:
@@ -52,10 +50,10 @@ SHAPES = [
     MatmulShape("8192 x 4096 x 4096", 0, 8192, 4096, 4096),
     MatmulShape("start program, batch 4 of 16", 4, 16192, 8192, 4096),
     MatmulShape("4096 x 4096 x 4096", 0, 4096, 4096, 4096),
-    MatmulShape("16384 x 3072 x 1024", 0, 16384, 3072, 1024, (0.95, 0.93)),
+    MatmulShape("16384 x 3072 x 1024", 0, 16384, 3072, 1024),
     MatmulShape("2048 x 8192 x 8192", 0, 2048, 8192, 8192),
-    MatmulShape("ragged 8000 x 4104 x 4104", 0, 8000, 4104, 4104, (0.92, 0.92)),
-    MatmulShape("small 1024 x 1024 x 1024", 0, 1024, 1024, 1024, (0.8, 0.8)),
+    MatmulShape("ragged 8000 x 4104 x 4104", 0, 8000, 4104, 4104),
+    MatmulShape("small 1024 x 1024 x 1024", 0, 1024, 1024, 1024),
 ]
 TINY = MatmulShape("dry run", 0, 32, 32, 32)
 REDUCED = (2, 4, 8)  # ranks
@@ -195,7 +193,7 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
         "cublas_launch_free_ms": net["cublas"],
         "kernel_launch_free_ms": net["kernel"],
         "relative_error": error,
-        **_goal(net["cublas"] / net["kernel"], shape.goals[kernel is gather]),
+        "ratio": net["cublas"] / net["kernel"],
     }
 
 
@@ -229,11 +227,7 @@ def _rates(kernel: str, problem: KernelProblem, num_bytes: int) -> dict[str, Any
     times = interleaved({SHIPPED: problem.run, "copy": lambda: to.copy_(source)}, device, problem.before)
     problem.workspace.check(kernel)
     rates = {name: num_bytes / ms / 1e9 for name, ms in times.items()}
-    return {**rates, **_goal(times["copy"] / times[SHIPPED], COPY_GOALS[kernel])}
-
-
-def _goal(ratio: float, goal: float) -> dict[str, Any]:
-    return {"ratio": ratio, "goal": goal, "met": ratio >= goal}
+    return {**rates, "ratio": times["copy"] / times[SHIPPED]}
 
 
 def _repeat(variant: Callable[[], Any], times: int) -> Callable[[], None]:

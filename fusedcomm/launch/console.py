@@ -21,6 +21,8 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fusedcomm.launch.world import is_rank_0
+
 PLAIN_WIDTH = 100  # columns, where neither a terminal nor COLUMNS says how many there are
 GAP = 2  # spaces between columns of a table
 
@@ -211,13 +213,14 @@ def fail(command: str, text: str, code: int = 1) -> int:
     return code
 
 
-def not_writable(file: str | None) -> str | None:
-    """Why ``file`` cannot be written, found out before the work; None if it can, or is None."""
-    try:
-        if file:
-            open(file, "a").close()
-    except OSError as error:
-        return f"{file}: {error.strerror}"
+def not_writable(args: argparse.Namespace, *options: str) -> str | None:
+    """Why the file of one of these options cannot be written, found out before the work, by rank 0; else None."""
+    for option in options if is_rank_0() else ():
+        try:
+            if file := getattr(args, option, None):
+                open(file, "a").close()
+        except OSError as error:
+            return f"--{option} {file}: {error.strerror}"
     return None
 
 

@@ -161,10 +161,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if getattr(args, "shape", None) and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
-    for name in ("json", "csv", "trace") if world.is_rank_0() else ():
-        if problem := console.not_writable(getattr(args, name, None)):
-            return f"--{name} {problem}"
-    return None
+    return console.not_writable(args, "json", "csv", "trace")
 
 
 def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:

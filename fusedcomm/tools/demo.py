@@ -93,10 +93,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if args.trace and world_size == 1:
         return "--trace needs at least 2 ranks, for one exchanges nothing, got 1"
-    for name, file in (("json", args.json), ("trace", args.trace)) if world.is_rank_0() else ():
-        if problem := console.not_writable(file):
-            return f"--{name} {problem}"
-    return None
+    return console.not_writable(args, "json", "trace")
 
 
 def sizes_of(device: torch.device, world_size: int) -> ProgramSizes:

@@ -41,8 +41,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if world.is_rank_0() and (problem := console.not_writable(args.json)):
-        return console.fail("doctor", f"--json {problem}", code=2)
+    if problem := console.not_writable(args, "json"):
+        return console.fail("doctor", problem, code=2)
     theirs = _ask_torchrun() if world.under_torchrun() else None
     if not world.is_rank_0():
         return 0  # rank 0's exit code is torchrun's

@@ -29,8 +29,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if problem := console.not_writable(args.json):
-        return console.fail("postmortem", f"--json {problem}", code=2)
+    if problem := console.not_writable(args, "json"):
+        return console.fail("postmortem", problem, code=2)
     try:
         dumps, problems = dump_verdicts.read(Path(args.dir))
     except OSError as error:

@@ -70,9 +70,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if args.world_size not in (None, world_size):
         return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
-    if world.is_rank_0() and (problem := console.not_writable(args.json)):
-        return f"--json {problem}"
-    return None
+    return console.not_writable(args, "json")
 
 
 def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:

@@ -105,8 +105,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if world_size < 2:
         return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
-    problem = console.not_writable(args.json) if world.is_rank_0() else None
-    return f"--json {problem}" if problem else None
+    return console.not_writable(args, "json")
 
 
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:

@@ -134,9 +134,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, size: int) -> s
         return f"--device cuda: {missing}"
     if args.seed is None and (args.program is not None or world.under_torchrun()):
         return "--seed must be given with --program and under torchrun"
-    if world.is_rank_0() and (problem := console.not_writable(args.json)):
-        return f"--json {problem}"
-    return None
+    return console.not_writable(args, "json")
 
 
 def _step_numbers(text: str) -> list[int]:

@@ -33,7 +33,6 @@ from fusedcomm.bench.gpu_check import (
     pools,
     processes,
     results,
-    smoke,
     speeds,
 )
 from fusedcomm.bench.gpu_check.__main__ import main
@@ -284,11 +283,6 @@ def test_the_command_writes_what_it_ran_on(tmp_path: Path, capsys: pytest.Captur
     assert "machine: passed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", nightly_but(list(smoke.cases(CPU))[:1], smoke.cases(CPU)))
-def test_the_smoke_calls_pass_in_the_interpreter(name: str) -> None:
-    smoke.cases(CPU)[name]()
-
-
 @pytest.mark.parametrize("name", ["pack", "unpack", "reduce R=8"])
 def test_kernels_of_several_ranks_are_timed_with_right_values(name: str) -> None:
     assert kernel_speed.cases(CPU)[name]()["ratio"] > 0
@@ -388,7 +382,7 @@ def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     for half in compile_kernels.JOBS:
         compiled = found[f"compile {half}", f"kernels of {half}"]
         assert compiled["arch"] == 90 and compiled["launches"] > 3
-    assert set(found["kernel speed", f"push {kernel_speed.TINY.name}"]) > {"ratio", "goal", "met"}
+    assert found["kernel speed", f"push {kernel_speed.TINY.name}"]["ratio"] > 0
     assert {op for part, op in found if part == "op speed"} == {*OPS}
     for algorithm in processes.ALGORITHMS:
         assert all(found["processes", f"2 ranks {algorithm}: {case}"]["calls"] for case in SMALL)
@@ -429,7 +423,7 @@ def test_a_new_user_has_it(install: tuple[str, ...], tmp_path: Path) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(there / "bin/python"), "install"]
         done = run([*pip, "--no-build-isolation", "--no-deps", "--no-index", *install], env={**env, "CXX": "none"})
         assert done.returncode == 0, done.stderr
-    arguments = f"PYTHON={there / 'bin/python'}", "GPU_CHECK_ARGS=--device cpu --only machine smoke processes commands"
+    arguments = f"PYTHON={there / 'bin/python'}", "GPU_CHECK_ARGS=--device cpu --only machine processes commands"
     done = run(["make", "gpu-check", *arguments], env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (clone / "build/gpu-check.jsonl").read_text().splitlines()]
