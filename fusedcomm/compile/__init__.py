@@ -20,14 +20,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fusedcomm.compile.overlap.estimator import Estimator
-    from fusedcomm.compile.passes import CommutePass, FusedcommPass, OrderPass
+    from fusedcomm.compile.passes import FusedcommPass
     from fusedcomm.compile.reports import CompileReport
 
 __all__ = ["disable", "enable", "enabled", "register_collective", "report"]
 
-_pass: FusedcommPass | None = None
-_commute_pass: CommutePass | None = None
-_order_pass: OrderPass | None = None  # is there with overlap=True
+_added: list[Any] = []  # the passes in Inductor's settings, the FusedcommPass first
 _report: CompileReport | None = None  # of the last enable()
 
 
@@ -92,20 +90,14 @@ def disable() -> None:
 
     Graphs that are compiled already stay as they are, and the last `report()` stays readable.
     """
-    global _pass, _commute_pass, _order_pass
-    if _pass is not None:
+    if _added:
         from fusedcomm.compile import inductor
         from fusedcomm.compile.overlap import inductor_order
 
-        inductor.remove(_pass)
-        _pass = None
-        if _commute_pass is not None:
-            inductor.remove(_commute_pass)
-            _commute_pass = None
-        if _order_pass is not None:
-            inductor.remove(_order_pass)
-            inductor_order.remove()
-            _order_pass = None
+        for each in _added:
+            inductor.remove(each)
+        _added.clear()
+        inductor_order.remove()
 
 
 @contextmanager
@@ -138,15 +130,15 @@ def enabled(
     """
     import torch._functorch.config as functorch_config
 
-    outer = _pass
+    outer = [*_added]
     enable(fuse, overlap=overlap, estimator=estimator, merge=merge, commute=commute)
     try:
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             yield report()
     finally:
         disable()
-        if outer is not None:
-            _install(outer)
+        if outer:
+            _install(outer[0])
 
 
 def register_collective(name: str, program: Callable[..., Any]) -> None:
@@ -187,18 +179,19 @@ def report() -> CompileReport:
 
 
 def _install(new: FusedcommPass) -> None:
-    global _pass, _commute_pass, _order_pass, _report
+    global _report
     from fusedcomm.compile import inductor
     from fusedcomm.compile.overlap import inductor_order
     from fusedcomm.compile.passes import CommutePass, OrderPass
 
     disable()
-    inductor.add(new)
+    added: list[tuple[Any, str]] = [(new, inductor.PRE)]
     if new.settings.commute:
-        _commute_pass = CommutePass(new.settings)
-        inductor.add(_commute_pass, inductor.JOINT)
+        added.append((CommutePass(new.settings), inductor.JOINT))
     if new.settings.overlap:
-        _order_pass = OrderPass(new.settings)
-        inductor.add(_order_pass, inductor.POST)
+        added.append((OrderPass(new.settings), inductor.POST))
         inductor_order.install()
-    _pass, _report = new, new.report
+    for each, setting in added:
+        inductor.add(each, setting)
+        _added.append(each)
+    _report = new.report
