@@ -28,18 +28,10 @@ class Arguments(NamedTuple):
     partial_bias: Tensor | None = None
     out: Tensor | None = None
     wire: str = CALL
-    k: int | None = None  # of the call that this one is to the other ranks, where its own K may differ
 
     @property
     def w(self) -> Any:
         return self.ws[0] if self.ws else None
-
-    @property
-    def shapes(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Shapes of x and w as the other ranks see them, with their K."""
-        if self.k is None:
-            return self.x.shape, self.w.shape
-        return (*self.x.shape[:-1], self.k), (self.k, self.n)
 
     @property
     def n(self) -> int:

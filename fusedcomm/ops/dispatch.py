@@ -133,7 +133,6 @@ def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
         args.scatter_dim,
         args.reduce_op,
         args.return_gathered,
-        args.k,
         args.wire,
     )
     return spec.name, *layouts, *options, args.x.is_cuda and tf32_allowed()

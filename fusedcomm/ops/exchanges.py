@@ -25,16 +25,16 @@ def all_gather_matmul(args: Arguments) -> Exchange:
 
 def matmul_reduce_scatter(args: Arguments) -> Exchange:
     where = (args.reduce_op, args.scatter_dim, args.group_size, args.splits)
-    return shapes.of(shapes.matmul_reduce_scatter, *args.shapes, *where)
+    return shapes.of(shapes.matmul_reduce_scatter, args.x.shape, args.w.shape, *where)
 
 
 def matmul_all_reduce(args: Arguments) -> Exchange:
-    return shapes.of(shapes.matmul_all_reduce, *args.shapes, args.reduce_op, args.group_size)
+    return shapes.of(shapes.matmul_all_reduce, args.x.shape, args.w.shape, args.reduce_op, args.group_size)
 
 
 def all_reduced(args: Arguments) -> list[int]:
     """The shape of the result of matmul_all_reduce."""
-    shapes.check_all_reduce(*args.shapes, args.reduce_op, args.group_size)
+    shapes.check_all_reduce(args.x.shape, args.w.shape, args.reduce_op, args.group_size)
     return [*args.x.shape[:-1], args.n]
 
 

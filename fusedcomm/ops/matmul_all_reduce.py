@@ -79,13 +79,6 @@ def matmul_all_reduce(
     return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, CALL, partial_bias)
 
 
-def all_reduce_as(x: Tensor, w: Tensor | None, k: int, group: Group) -> Tensor:
-    """``matmul_all_reduce(x, w, group)``, or of x itself if w is None. It meets calls with the same k, at any K of
-    their own. It has no gradient.
-    """
-    return torch.ops.fusedcomm.matmul_all_reduce.agreed(x, w, None, k, *resolve(group))  # type: ignore[no-any-return]
-
-
 def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
     ctx.save_for_backward(args.x if needs.ws[0] else None, args.w if needs.x else None)
     ctx.w_layout, ctx.reduce_op, ctx.group = gradients.layout_of(args.w), args.reduce_op, args.group

@@ -100,17 +100,6 @@ def matmul_reduce_scatter(
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, CALL, partial_bias)
 
 
-def reduce_scatter_as(x: Tensor, w: Tensor | None, k: int, scatter_dim: int, group: Group) -> Tensor:
-    """``matmul_reduce_scatter(x, w, scatter_dim, group)``, or of x itself if w is None. It meets calls with the same k,
-    at any K of their own. It has no gradient.
-    """
-    group_size, group_name = resolve(group)
-    divisible = splits.divides(group_size, x.shape if w is None else splits.shape_of_product(x, w), scatter_dim)
-    parts = splits.splits_of(None, None, None, None, divisible, group_name).to_scatter
-    where = (scatter_dim, *parts, group_size, group_name)
-    return torch.ops.fusedcomm.matmul_reduce_scatter.agreed(x, w, None, k, *where)  # type: ignore[no-any-return]
-
-
 def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor]) -> None:
     x, w = args.x, args.w
     ctx.save_for_backward(x if needs.ws[0] else None, w if needs.x else None)

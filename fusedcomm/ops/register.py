@@ -37,10 +37,6 @@ def _register(spec: OpSpec) -> None:
         names.append(f"{spec.name}.flat")
         lib.define(names[-1] + spec.schema.replace("(Tensor[], Tensor)", "Tensor[]"), tags=[_PT2])
         lib.impl(names[-1], partial(_flat, spec), "CompositeImplicitAutograd")
-    if spec.agreed is not None:
-        names.append(f"{spec.name}.agreed")
-        lib.define(names[-1] + spec.agreed.schema, tags=[_PT2])
-        _register_kernel(spec.agreed, "agreed")
     if spec.program != "gather_matmul":
         names.append(f"{spec.name}.out")
         _define_out(spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor
 
 from fusedcomm.memory.group import rank_of
 from fusedcomm.ops.arguments import check_splits
-from fusedcomm.plan.geometry.cut import EVEN, Parts, Splits, chunk_parts, cut_of, is_divisible, parts_of_sizes
+from fusedcomm.plan.geometry.cut import EVEN, Parts, Splits, chunk_parts, is_divisible, parts_of_sizes
 from fusedcomm.run import reference
-from fusedcomm.run.unfused import pads
 
 Sizes = Sequence[int]
 Ranges = Sequence[tuple[int, int]]
@@ -86,27 +84,16 @@ def reversed_splits(splits: Splits, scattered: int, group_size: int) -> Splits:
 
 
 def exchange(t: Tensor, gather_dim: int, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
-    """The plain exchange of a backward."""
-    gather_dim, scatter_dim = gather_dim % t.ndim, scatter_dim % t.ndim
-    cut = cut_of(splits, t.shape[gather_dim], t.shape[scatter_dim], group_size)
-    padded = pads("all_to_all", cut, _outer_numel(t, gather_dim, scatter_dim), t)
-    return reference.exchange(t, gather_dim, scatter_dim, group_size, group_name, cut, padded)
+    return torch.ops.fusedcomm.all_to_all(t, gather_dim, scatter_dim, *splits, group_size, group_name)  # type: ignore[no-any-return]
 
 
 def all_gather(t: Tensor, gather_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
-    cut = cut_of(splits, t.shape[gather_dim], None, group_size)
-    padded = pads("all_gather", cut, _outer_numel(t, gather_dim % t.ndim), t)
-    return reference.all_gather(t, gather_dim, group_size, group_name, cut, padded)
+    return torch.ops.fusedcomm.all_gather(t, gather_dim, *splits.to_gather, group_size, group_name)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(t: Tensor, scatter_dim: int, splits: Splits, group_size: int, group_name: str) -> Tensor:
-    cut = cut_of(splits, None, t.shape[scatter_dim], group_size)
-    padded = pads("reduce_scatter", cut, _outer_numel(t, scatter_dim % t.ndim), t)
-    return reference.reduce_scatter(t, "sum", scatter_dim, group_size, group_name, cut, padded)
-
-
-def _outer_numel(t: Tensor, *dims: int) -> int:
-    return math.prod([t.shape[dim] for dim in range(t.ndim) if dim not in dims])  # which Dynamo traces
+    where = (scatter_dim, *splits.to_scatter, group_size, group_name)
+    return torch.ops.fusedcomm.reduce_scatter(t, "sum", *where)  # type: ignore[no-any-return]
 
 
 def all_have_several(splits: Splits, group_size: int) -> bool:

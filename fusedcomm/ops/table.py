@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -125,14 +125,6 @@ class OpSpec:
         *outs, gathered = results
         return (outs if self.takes_lists else outs[0]), gathered
 
-    @property
-    def agreed(self) -> OpSpec | None:
-        """The overload ``agreed``, for sums: ranks match by k, at any K of their own; without w, x is the product."""
-        if "reduce_op" not in self.arguments or self.is_plain:
-            return None
-        schema = self.schema.replace("Tensor w", "Tensor? w").replace("str reduce_op", "int k")
-        return replace(self, schema=schema)
-
 
 def _pushed(args: Arguments) -> Operands:
     return (args.x, args.w, args.bias, args.out), {}
@@ -153,7 +145,6 @@ def _sent(args: Arguments) -> Operands:
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
 SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
 GROUP = 'int group_size, str group_name, str wire="call"'
-WIRE = ''
 
 MATMUL_ALL_TO_ALL = OpSpec(
     name="matmul_all_to_all",
@@ -215,7 +206,7 @@ MATMUL_ALL_REDUCE = OpSpec(
 )
 ALL_TO_ALL = OpSpec(
     name="all_to_all",
-    schema=f"(Tensor x, int gather_dim, int scatter_dim, {GATHER}, {SCATTER}, int? rank, {GROUP}{WIRE}) -> Tensor",
+    schema=f"(Tensor x, int gather_dim, int scatter_dim, {GATHER}, {SCATTER}, int? rank, {GROUP}) -> Tensor",
     geometry=exchanges.all_to_all,
     program="gather_matmul",
     operands=_sent,
@@ -225,7 +216,7 @@ ALL_TO_ALL = OpSpec(
 )
 ALL_GATHER = OpSpec(
     name="all_gather",
-    schema=f"(Tensor x, int gather_dim, {GATHER}, int? rank, {GROUP}{WIRE}) -> Tensor",
+    schema=f"(Tensor x, int gather_dim, {GATHER}, int? rank, {GROUP}) -> Tensor",
     geometry=exchanges.all_gather,
     program="gather_matmul",
     operands=_sent,
@@ -235,7 +226,7 @@ ALL_GATHER = OpSpec(
 )
 REDUCE_SCATTER = OpSpec(
     name="reduce_scatter",
-    schema=f"(Tensor x, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}{WIRE}) -> Tensor",
+    schema=f"(Tensor x, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}) -> Tensor",
     geometry=exchanges.reduce_scatter,
     program="push_reduce",
     operands=_reduced,
@@ -245,7 +236,7 @@ REDUCE_SCATTER = OpSpec(
 )
 ALL_REDUCE = OpSpec(
     name="all_reduce",
-    schema=f"(Tensor x, str reduce_op, {GROUP}{WIRE}) -> Tensor",
+    schema=f"(Tensor x, str reduce_op, {GROUP}) -> Tensor",
     geometry=exchanges.all_reduce,
     result_shape=exchanges.plainly_all_reduced,
     program="push_reduce_gather",

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._pytree import tree_map_only
 
-from fusedcomm.ops.matmul_all_reduce import all_reduce_as
-from fusedcomm.ops.matmul_reduce_scatter import reduce_scatter_as
+from fusedcomm.memory.group import resolve
+from fusedcomm.ops import splits
+from fusedcomm.plan.call_plan import GRAPH
 from fusedcomm.plan.geometry.shapes import OP_DTYPES
 
 _aten = torch.ops.aten
@@ -26,9 +27,9 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.view_as.default,
 _PASSED_ON = ("ViewBackward", "UnsafeViewBackward", "AliasBackward", "BackwardHookFunction", "_ShardOfBackward")
 
 
-def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None, k: int) -> DTensor:
-    """``whole`` as x replicated. ``gather_dim``: None if x is replicated already. ``k``: K in the gradient's plan."""
-    return _Whole.apply(x, [whole], gather_dim, k)  # type: ignore[no-any-return]
+def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None) -> DTensor:
+    """``whole`` as x replicated. ``gather_dim``: None if x is replicated already."""
+    return _Whole.apply(x, [whole], gather_dim)  # type: ignore[no-any-return]
 
 
 def product(grad: Tensor, weight: Tensor, node: Any) -> Tensor:
@@ -50,20 +51,20 @@ def _wholes(node: Any) -> Iterator[Any]:
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, whole: list[Tensor], gather_dim: int | None, k: int) -> DTensor:
+    def forward(ctx: Any, x: DTensor, whole: list[Tensor], gather_dim: int | None) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.mesh, ctx.placements, ctx.layout = x.device_mesh, x.placements, {"shape": x.shape, "stride": x.stride()}
-        ctx.gather_dim, ctx.k = gather_dim, k
+        ctx.gather_dim = gather_dim
         return DTensor.from_local(whole[0], x.device_mesh, (Replicate(),), run_check=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None, None]:
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[DTensor | None, None, None]:
         if grad is None:
-            return None, None, None, None
+            return None, None, None
         local = grad._local_tensor
         is_sent = local.dtype in OP_DTYPES and local.numel() > 0
         if grad.placements != (Partial(),) or not is_sent:
-            return grad.redistribute(placements=ctx.placements), None, None, None
+            return grad.redistribute(placements=ctx.placements), None, None
         if torch.is_grad_enabled():
             part = _Summed.apply(grad.to_local(grad_placements=(Replicate(),)), ctx)
         else:
@@ -71,13 +72,21 @@ class _Whole(torch.autograd.Function):
         if isinstance(local, WhenRead):
             kept = [*local.terms.parts_of, weakref.ref(local.terms)]
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_read_what_is_kept, kept))
-        return DTensor.from_local(part, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None, None, None
+        return DTensor.from_local(part, ctx.mesh, ctx.placements, run_check=False, **ctx.layout), None, None
 
 
 def _summed(x: Tensor, weight: Tensor | None, ctx: Any) -> Tensor:
+    """The sum of the ranks' x @ weight, or where a rank has no weight of its x, by one wire."""
+    factors: tuple[Any, ...] = (x,) if weight is None else (x, weight, None)
+    prefix, (group_size, group_name) = "" if weight is None else "matmul_", resolve(ctx.mesh)
     if ctx.gather_dim is None:
-        return all_reduce_as(x, weight, ctx.k, ctx.mesh)
-    return reduce_scatter_as(x, weight, ctx.k, ctx.gather_dim, ctx.mesh)
+        op = getattr(torch.ops.fusedcomm, f"{prefix}all_reduce")
+        return op(*factors, "sum", group_size, group_name, GRAPH)  # type: ignore[no-any-return]
+    shape = x.shape if weight is None else splits.shape_of_product(x, weight)
+    divisible = splits.divides(group_size, shape, ctx.gather_dim)
+    parts = splits.splits_of(None, None, None, None, divisible, group_name).to_scatter
+    op = getattr(torch.ops.fusedcomm, f"{prefix}reduce_scatter")
+    return op(*factors, "sum", ctx.gather_dim, *parts, group_size, group_name, GRAPH)  # type: ignore[no-any-return]
 
 
 class _Summed(torch.autograd.Function):

@@ -112,8 +112,7 @@ class SharedGather:
                 made = dict(zip(expected, ys, strict=True))
             else:
                 whole = x.redistribute(placements=(Replicate(),)).to_local()
-        columns = sum(each.out_features for each in expected or layers)
-        self.whole = whole_of(x, whole, gather_dim, max(1, columns // self.mesh.size()))
+        self.whole = whole_of(x, whole, gather_dim)
         self.ahead = len(made)
         for layer, y in made.items():
             self.results[layer] = _Result(y, layer.weight, layer.bias, _state(layer, self.whole))

@@ -18,7 +18,7 @@ def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *oper
     shape = x.shape
     if exchange.is_plain:
         x = s.reshape(x, math.prod(shape[:-1]), shape[-1])
-    batches, num_rows, k = x.shape[: exchange.num_batch_dims], exchange.num_rows, x.shape[-1]
+    batches, num_rows, k = x.shape[: exchange.num_batch_dims], exchange.shape[-2], x.shape[-1]
     padding = num_rows - math.prod(x.shape[exchange.num_batch_dims : -1])
     if bias is not None and exchange.splits_columns:
         bias = bias.chunk(s.group_size)[s.rank]

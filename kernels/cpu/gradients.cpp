@@ -26,44 +26,19 @@ Values run(const char* op, Values stack) {
 
 at::Tensor run_one(const char* op, Values stack) { return run(op, std::move(stack))[0].toTensor(); }
 
-at::Tensor waited(const char* collective, Values stack) {
-  return run_one("_c10d_functional::wait_tensor", run(collective, std::move(stack)));
-}
-
 int64_t from_front(int64_t dim, int64_t num_dims) { return dim < 0 ? dim + num_dims : dim; }
 
-// Plain collectives, as in fusedcomm/run/reference.py. Dims count from the front.
-
-at::Tensor blocks_of(const at::Tensor& t, int64_t dim, int64_t num_blocks) {
-  return t.unflatten(dim, {num_blocks, t.size(dim) / num_blocks}).movedim(dim, 0);
-}
-
-at::Tensor joined(const at::Tensor& blocks, int64_t dim) {
-  return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous();
-}
-
 at::Tensor exchange(const at::Tensor& t, int64_t gather_dim, int64_t scatter_dim, const CallFacts& call) {
-  const at::Tensor blocks = blocks_of(t, scatter_dim, call.group_size);
-  const std::vector<int64_t> rows(static_cast<size_t>(call.group_size), blocks.size(1));
-  const at::Tensor received = waited("_c10d_functional::all_to_all_single",
-                                     {blocks.flatten(0, 1).contiguous(), rows, rows, call.group_name});
-  return joined(received.view(blocks.sizes()), gather_dim);
+  return run_one("fusedcomm::all_to_all", {t, gather_dim, scatter_dim, kNone, kNone, kNone, kNone, kNone, call.group_size,
+                                           call.group_name});
 }
 
 at::Tensor all_gather(const at::Tensor& t, int64_t dim, const CallFacts& call) {
-  const at::Tensor sent = t.contiguous();
-  std::vector<int64_t> sizes = t.sizes().vec();
-  sizes[0] *= call.group_size;
-  const at::Tensor gathered = waited("_c10d_functional::all_gather_into_tensor_out",
-                                     {sent, call.group_size, call.group_name, sent.new_empty(sizes)});
-  return dim == 0 ? gathered : joined(blocks_of(gathered, 0, call.group_size), dim);
+  return run_one("fusedcomm::all_gather", {t, dim, kNone, kNone, kNone, call.group_size, call.group_name});
 }
 
 at::Tensor reduce_scatter(const at::Tensor& t, int64_t dim, const CallFacts& call) {
-  const at::Tensor blocks = blocks_of(t, dim, call.group_size);
-  return waited("_c10d_functional::reduce_scatter_tensor",
-                {blocks.flatten(0, 1).contiguous(), "sum", call.group_size, call.group_name})
-      .view(blocks.sizes().slice(1));
+  return run_one("fusedcomm::reduce_scatter", {t, "sum", dim, kNone, kNone, kNone, call.group_size, call.group_name});
 }
 
 // The gradients that a matmul has by itself, as in fusedcomm/ops/gradients.py.

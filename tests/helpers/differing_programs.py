@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -477,5 +476,3 @@ def smaller(p: Program) -> Iterator[Program]:
         yield replace(p, dtype=torch.float32)
     if p.tokens != (2, 2):
         yield replace(p, tokens=(2, 2))
-
-

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from fusedcomm.memory.segment import NUM_SLOTS
+from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.uneven import Uneven
 from tests.protocol.words import Traffic, Word, words
@@ -91,6 +92,13 @@ def _uneven(gather: Callable[[int], tuple[int, ...]] | None, scatter: tuple[int,
 
 _NO_ROWS = Traffic(_even((0, 8), 6, 0, 1))
 _PUSH = Traffic(_even((12, 8), 6, 0, 1))
+
+
+def _plain(op: str, gather_dim: int | None, scatter_dim: int | None) -> Traffic:
+    """The collective of `_PUSH` and others without a matmul."""
+    return Traffic(lambda group_size: Case(op, (12, 6), gather_dim, scatter_dim))
+
+
 RESET, UNFUSED = Call(-1), Call(0)
 PUSH = Call(1, _PUSH)
 GATHER = Call(2, Traffic(_even((12, 8), 6, 0, op="all_gather_matmul")))
@@ -101,6 +109,11 @@ EMPTY = Call(6, _NO_ROWS, is_empty=True)
 EMPTY_FROM_0 = Call(6, Traffic(_uneven(lambda size: (0,) + (2,) * (size - 1), (2,)), "chunked"))
 UNEVEN = Call(8, Traffic(_uneven(None, (4, 0)), "chunked"), sizes=(2, 1, 1))  # nothing is sent to rank 1
 OTHER_OP = Call(9, _PUSH)
+PLAIN_PUSH = replace(PUSH, traffic=_plain("all_to_all", 0, 1))
+PLAIN_GATHER = replace(GATHER, traffic=_plain("all_gather", 0, None))
+PLAIN_REDUCE = replace(REDUCE, traffic=_plain("reduce_scatter", None, 0))
+PLAIN_ALL_REDUCE = replace(ALL_REDUCE, traffic=_plain("all_reduce", None, None))
+GATHERED_K = replace(PUSH, traffic=Traffic(_even((12, 6), 4, 0, 1, op="all_to_all_matmul")))  # the same exchange
 Script = tuple[Call, ...]
 AT_ONCE = ("stamp", "place", "mark")
 

@@ -15,8 +15,13 @@ from tests.protocol.scenario import (
     EMPTY,
     EMPTY_FROM_0,
     GATHER,
+    GATHERED_K,
     HANDSHAKE,
     OTHER_OP,
+    PLAIN_ALL_REDUCE,
+    PLAIN_GATHER,
+    PLAIN_PUSH,
+    PLAIN_REDUCE,
     PUSH,
     REDUCE,
     RESET,
@@ -31,6 +36,8 @@ from tests.protocol.scenario import (
 )
 
 REPLAYS = (PUSH, UNFUSED, PUSH, PUSH)
+OVERWRITE, EARLY, DEADLOCK = "overwrite of unread data", "read before the matching write", "deadlock"
+WRONG, SPURIOUS = "wrong data without an error", "error without a fault"
 
 
 def run(scenario: Scenario) -> Outcome:
@@ -70,6 +77,43 @@ CALLS = {
 def test_without_faults_all_data_arrive(calls: str, device: bool) -> None:
     assert run(Scenario(all_run(2, *CALLS[calls]), device=device)).violation is None
     assert run(Scenario(all_run(3, *CALLS[calls][:3]), device=device)).violation is None
+
+
+# ranks whose programs differ
+
+
+def by_copies(call: Call) -> Call:
+    """By `chunked`: the matmul in R parts, and a device's copy engines."""
+    assert call.traffic is not None
+    return replace(call, traffic=replace(call.traffic, algorithm="chunked"))
+
+
+DIFFERING = {
+    "no-matmul": ((PUSH, GATHER, REDUCE), (PLAIN_PUSH, PLAIN_GATHER, PLAIN_REDUCE)),
+    "no-matmul-twice": ((ALL_REDUCE, PUSH), (PLAIN_ALL_REDUCE, PLAIN_PUSH)),
+    "matmuls-behind-and-before": ((PUSH, PUSH, PUSH), (GATHERED_K, PLAIN_PUSH, GATHERED_K)),
+    "cut-in-chunks-and-in-tiles": ((PUSH, GATHER, REDUCE), (by_copies(PUSH), by_copies(GATHER), by_copies(REDUCE))),
+    "three": ((PUSH, GATHER), (PLAIN_PUSH, by_copies(GATHER)), (GATHERED_K, PLAIN_GATHER)),
+    "rounds": ((in_rounds(PUSH, 3), PUSH), (in_rounds(PLAIN_PUSH, 3), GATHERED_K)),
+}
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("scripts", DIFFERING)
+def test_ranks_of_one_wire_may_multiply_as_they_like(scripts: str, device: bool) -> None:
+    assert run(Scenario(DIFFERING[scripts], device=device)).violation is None
+
+
+@pytest.mark.parametrize(
+    ("script", "violation"),
+    [
+        ((in_rounds(PLAIN_PUSH, 2), PUSH), DEADLOCK),  # as where K decides into how many rounds a rank cuts
+        ((replace(PLAIN_PUSH, op=9), PUSH), SPURIOUS),  # as where the fingerprint has the op
+        ((UNFUSED, PUSH), DEADLOCK),  # as where K decides whether a rank takes the group's own collective
+    ],
+)
+def test_a_matmul_that_changes_the_wire_is_caught(script: tuple[Call, ...], violation: str) -> None:
+    expect(run(Scenario(((PUSH, PUSH), script))), violation)
 
 
 # with faults
@@ -150,8 +194,6 @@ def test_long_scripts(scenario: str) -> None:
 
 
 BEFORE_THE_END = "error before the end"
-OVERWRITE, EARLY, DEADLOCK = "overwrite of unread data", "read before the matching write", "deadlock"
-WRONG, SPURIOUS = "wrong data without an error", "error without a fault"
 RETRIED = (PUSH, PUSH, RESET, PUSH, PUSH)
 
 PLANTED: dict[str, tuple[Scenario, Rules, str]] = {

@@ -12,10 +12,11 @@ from functools import cache
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
+from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, Node
 from tests.helpers.schedule.kernel_effects import EPOCH, WORD, Group
-from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, geometry, memory_of, schedule
+from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, exchange_of, memory_of, schedule
 from tests.helpers.schedule.region import Region
 from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
@@ -28,7 +29,7 @@ BY_KERNELS = GPU._replace(least_copied=1 << 62)
 class Traffic:
     """A call. ``algorithm``: on a device; a host has `chunked` alone."""
 
-    problem: Callable[[int], Problem | Uneven]  # by group_size
+    problem: Callable[[int], Problem | Uneven | Case]  # by group_size
     algorithm: str = "fused"
     num_rounds: int = 1
 
@@ -59,7 +60,7 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
             walk.epochs[group.name] += 1
         else:
             problem, algorithm = call.problem(group_size), call.algorithm if device else "chunked"
-            num_bytes = geometry(problem, memory)[0].chunk_numel * ITEM_BYTES // call.num_rounds
+            num_bytes = exchange_of(problem, memory).chunk_numel * ITEM_BYTES // call.num_rounds
             cut = memory._replace(max_chunk_bytes=max(num_bytes, ITEM_BYTES))
             walk.call(schedule(problem, cut, BY_KERNELS if device else facts, algorithm), group)
             chunk_bytes |= dict.fromkeys(range(before + 1, walk.epochs[group.name] + 1), num_bytes)

@@ -101,9 +101,11 @@ class Fuser:
         found = []
         with held_outputs(self.graph):
             for kind in without_matmul.OPS:
-                if any(module.OP in ops and module.KIND == kind for module in MODULES):
+                if any(module.OP in ops and kind == module.KIND for module in MODULES):
                     starts = [each for each in collectives.find(self.graph, kind) if each.name not in kept]
-                    nodes = {each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each) for each in starts}
+                    nodes = {
+                        each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each) for each in starts
+                    }
                     found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
         return found
 

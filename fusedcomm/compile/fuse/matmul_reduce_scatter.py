@@ -10,7 +10,7 @@ from torch.fx import Node
 from fusedcomm.compile.fuse import match_reduce
 from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.layout import CannotFuse, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
 from fusedcomm.compile.graph.views import value

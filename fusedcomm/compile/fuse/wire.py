@@ -16,7 +16,9 @@ from fusedcomm.compile.graph.layout import Factor
 from fusedcomm.compile.graph.rewrite import consecutive
 from fusedcomm.plan.call_plan import CALL, GRAPH
 
-AGREED = "fusedcomm_changed_by"  # in the metadata of a collective that ranks changed together: the digest they agreed to
+AGREED = (
+    "fusedcomm_changed_by"  # in the metadata of a collective that ranks changed together: the digest they agreed to
+)
 
 
 def of(collective: Collective, chunk: Iterable[Factor], sent: Iterable[Factor], blocks: Factor) -> str:

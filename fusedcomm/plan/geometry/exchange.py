@@ -197,14 +197,15 @@ class Exchange:
 
         Asked for as many as it has found, it finds the same.
         """
+        num_lead = max(1, min(self.num_lead, len(self.block) - 1))  # the last dim is a matmul's columns in other calls
         outer, rows = 1, 1
-        for dim, size in enumerate(self.block[: self.num_lead]):
+        for dim, size in enumerate(self.block[:num_lead]):
             if outer * size >= num_pieces:
                 step = -(-size // max(1, num_pieces // outer))
-                rows = step * math.prod(self.block[dim + 1 : self.num_lead])
+                rows = step * math.prod(self.block[dim + 1 : num_lead])
                 break
             outer *= size
-        return self.rounds(rows * self.row_numel)
+        return self.rounds(rows * math.prod(self.block[num_lead:]))
 
     def _round(self, box: list[Range]) -> RoundSpans:
         box = box + [Range(0, size) for size in self.block[self.num_lead :]]

@@ -158,6 +158,12 @@ def _plain(case: Case, memory: Memory, device: Device, algorithm: str, dtype: to
     return build(program, spec.exchange_of(args), memory, device, given, num_pieces=NUM_PIECES, **facts)
 
 
+def exchange_of(problem: Problem | Uneven | Case, memory: Memory) -> Exchange:
+    if isinstance(problem, Case):
+        return OPS[problem.op].exchange_of(problem.arguments(memory.rank, memory.group_size, BF16))
+    return geometry(problem, memory)[0]
+
+
 def geometry(
     problem: Problem | Uneven, memory: Memory, dtype: torch.dtype = BF16
 ) -> tuple[Exchange, Any, list[Any], list[Any]]:
