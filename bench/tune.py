@@ -46,7 +46,7 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.plan.cost import in_pieces, model, tuned
 from fusedcomm.plan.cost.links import sent_bytes
-from fusedcomm.plan.cost.model import ITEMSIZE, KINDS, Constants
+from fusedcomm.plan.cost.model import ITEMSIZE, Constants
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.run import reference
 
@@ -302,7 +302,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
     without = replace(constants, call_overhead=calls, chunk_overhead=0.0, piece_overhead=0.0)
     names = [each for each in names_of(constants, apart) if each != "fused" or bench.ours.topology.no_fused is None]
     points: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-    for op, size, dtype in itertools.product(KINDS, bench.sizes.calls, ("float32", "bfloat16")):
+    for op, size, dtype in itertools.product(PROGRAMS, bench.sizes.calls, ("float32", "bfloat16")):
         data = _data(bench, op, size, dtype, names)
         sample = Sample(op, data.size.rows, data.size.k, data.size.n, dtype, dict.fromkeys(names, 0.0), {})
         estimated = sample.estimate(without, bench.num_ranks)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import overhead, table, trace
+from fusedcomm.bench import overhead, plain, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -35,7 +35,8 @@ DTYPE_HELP = "the dtypes of the data (default: bfloat16 on GPUs, float32 on CPUs
 ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
-OVERHEAD = "overhead"
+OVERHEAD, PLAIN = "overhead", "plain"
+_OTHERS = {OVERHEAD: overhead.run, PLAIN: plain.run}
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 
 
@@ -68,6 +69,9 @@ def add_parser(commands: Any) -> None:
     describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
     example = "example: fusedcomm bench overhead --op matmul_all_to_all --pass forward both"
     overhead.add_arguments(what.add_parser(OVERHEAD, **describe, epilog=example))
+    text = "the collectives without a matmul beside the backend's own"
+    describe = {"help": text, "description": f"Measures {text}, and prints a table. {EXIT_CODES}"}
+    plain.add_arguments(what.add_parser(PLAIN, **describe, epilog="example: fusedcomm bench plain --op all_reduce"))
     parser.set_defaults(run=run)
 
 
@@ -122,8 +126,8 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.what == OVERHEAD:
-        return overhead.run(args)
+    if args.what in _OTHERS:
+        return _OTHERS[args.what](args)
     device_type = args.device or world.default_device_type()
     world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):

@@ -151,7 +151,7 @@ def schedule(
 def _plain(case: Case, memory: Memory, device: Device, algorithm: str, dtype: torch.dtype) -> Schedule:
     spec, args = OPS[case.op], case.arguments(memory.rank, memory.group_size, dtype)
     (x, *others), facts = spec.operands(args)
-    program: Program = getattr(ALGORITHMS[algorithm], spec.program)
+    program: Callable[..., Any] = getattr(ALGORITHMS[algorithm], spec.program)
     if spec.program == "push_reduce_gather":
         program = partial(padded, program)
     given = [layout_of(x), *others]
