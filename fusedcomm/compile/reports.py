@@ -52,8 +52,9 @@ class CollectiveReport:
 
     Attributes:
         graph: "forward", "backward" or "inference".
-        status: "fused"; "plain", if an op stands for it alone, as no matmul can; "overlapped", if at most 1 % of its time is exposed; "exposed"; or "merged" into one that has a
-            line of its own.
+        status: "fused"; "plain", where the op sends and receives alone, without a matmul; "overlapped", if at most 1 %
+            of its time is exposed; "exposed", the program's own collective; or "merged" into one that has a line of
+            its own.
         collective: "all_to_all", "all_gather", "reduce_scatter", "all_reduce", ...
         source: file:line of the program, where torch has kept it.
         node: its name in the graph.
@@ -82,7 +83,9 @@ class CollectiveReport:
 
     def __str__(self) -> str:
         what = self.reason
-        if self.status == "fused":
+        if self.status == "plain":
+            what = f"{self.op}, {self.reason}"
+        elif self.status == "fused":
             what = ", ".join(each for each in (self.op, self.reason, f"saves about {self.saving_us:.0f} us") if each)
         return f"{self.graph} {self.collective} {self.node} ({self.source or 'no source line'}): {self.status}, {what}"
 

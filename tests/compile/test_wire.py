@@ -1,0 +1,130 @@
+"""What a rank sends, and in which order, does not depend on the matmul beside it, or all ranks have agreed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from fusedcomm.compile.graph.collectives import argument_of, is_op
+from fusedcomm.compile.graph.sequence import Sequence
+from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.reports import CompileReport
+from fusedcomm.memory.consent import OTHER, YES, Answer
+from tests.helpers.graphs import aten_graph
+from tests.helpers.merge_world import fake_world
+from tests.helpers.program_parts import AllToAll, all_gather, heads_first, reduce_scatter, tokens_first, world
+
+R, X, W = 2, (4, 6), (6, 8)
+Program = Callable[..., Any]
+NO = Answer(OTHER, (1,), (1,))
+
+
+def reduced(x: Tensor) -> Tensor:
+    return torch.distributed._functional_collectives.all_reduce(x, "sum", world())
+
+
+def passed(program: Program, *shapes: tuple[int, ...], answer: Answer | None = None) -> tuple[Graph, CompileReport]:
+    """The graph after the passes, whose ranks give ``answer`` to any change of what is sent."""
+    report = CompileReport()
+    with fake_world([*range(R)]), mock.patch.object(Sequence, "ask", return_value=answer or Answer(YES)):
+        graph = aten_graph(program, [torch.ones(shape) for shape in shapes]).graph
+        FusedcommPass(Settings(commute=False), report)(graph)
+    return graph, report
+
+
+def ops(program: Program, *shapes: tuple[int, ...], answer: Answer | None = None) -> list[tuple[str, str]]:
+    """(op, wire) in the order of the graph."""
+    graph, _ = passed(program, *shapes, answer=answer)
+    return [(node.target._opname, argument_of(node, "wire")) for node in graph.nodes if is_op(node)]
+
+
+def heads(y: Tensor) -> Tensor:
+    return y.view(-1, 4, 4, 2)  # [batch, tokens, heads, head_dim]
+
+
+def multiplied(x: Tensor, w: Tensor) -> Tensor:
+    return x @ w
+
+
+def computed(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w).sin()
+
+
+def read(x: Tensor, w: Tensor) -> Tensor:
+    return x.sin()
+
+
+WITH_AND_WITHOUT: dict[str, tuple[Callable[[Program], Program], Program, Program]] = {
+    "matmul_all_to_all": (lambda f: lambda x, w: heads_first(heads(f(x, w)), R), multiplied, computed),
+    "all_to_all_matmul": (lambda f: lambda x, w: f(AllToAll.apply(x), w), multiplied, read),
+    "all_gather_matmul": (lambda f: lambda x, w: f(all_gather(x, 0, world()), w), multiplied, read),
+    "matmul_reduce_scatter": (
+        lambda f: lambda x, w: reduce_scatter(f(x, w), "sum", 0, world()),
+        multiplied,
+        computed,
+    ),
+    "matmul_all_reduce": (lambda f: lambda x, w: reduced(f(x, w).view(2, 2, 8)), multiplied, computed),
+}
+
+
+@pytest.mark.parametrize("op", WITH_AND_WITHOUT)
+def test_a_rank_without_the_matmul_has_the_same_wire(op: str) -> None:
+    collective, matmul, none = WITH_AND_WITHOUT[op]
+    assert ops(collective(matmul), X, W) == [(op, "graph")]
+    kind = op.removeprefix("matmul_").removesuffix("_matmul")
+    assert ops(collective(none), X, W) == [(kind, "graph")]
+
+
+def test_another_order_has_a_digest_of_its_permutation_alone() -> None:
+    def exchanged(x: Tensor, w: Tensor) -> Tensor:
+        return heads_first(heads(x @ w), R)
+
+    def read_too(x: Tensor, w: Tensor) -> Any:
+        y = exchanged(x, w)
+        return y, y.view(-1, 2, 2, 2, 2, 2, 1).sin()
+
+    ((op, wire),) = ops(exchanged, (8, 6), W)  # [tokens, batch, heads, head_dim] of [batch, tokens, ...]
+    assert op == "matmul_all_to_all" and wire.startswith("graph ") and len(wire) == len("graph ") + 8
+    assert ops(exchanged, (12, 3), (3, 8)) == ops(read_too, (8, 6), W) == [(op, wire)]
+    ((_, other),) = ops(lambda x, w: tokens_first(heads(x @ w), R), (8, 6), W)
+    assert other not in (wire, "graph")
+
+
+def of_one_x(x: Tensor, *ws: Tensor) -> list[Tensor]:
+    return [heads_first(heads(x @ w), R) for w in ws]
+
+
+def narrowed(x: Tensor, w: Tensor) -> Tensor:
+    return all_gather(x, 0, world()).bfloat16() @ w.bfloat16()
+
+
+def waits_for_a_later_one(x: Tensor, w: Tensor) -> Tensor:
+    gathered = all_gather(x, 0, world())
+    return gathered @ all_gather(w, 0, world())
+
+
+CHANGES: dict[str, tuple[Program, list[tuple[int, ...]], list[str], list[str]]] = {  # ops with consent, and without
+    "q, k and v": (of_one_x, [X, W, W, W], ["matmul_all_to_all"], ["matmul_all_to_all"] * 3),
+    "another dtype": (narrowed, [X, W], ["all_gather_matmul"], ["all_gather"]),
+    "another place": (waits_for_a_later_one, [X, (3, 8)], ["all_gather", "all_gather_matmul"], ["all_gather"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_sent_changes_by_consent_alone(name: str) -> None:
+    program, shapes, together, alone = CHANGES[name]
+    agreed, refused = (ops(program, *shapes, answer=answer) for answer in (Answer(YES), NO))
+    assert [op for op, _ in agreed] == together and [op for op, _ in refused] == alone
+    changed = next(wire for op, wire in agreed if "matmul" in op)
+    assert changed.startswith("graph ") and {wire for _, wire in refused} == {"graph"}
+
+
+def test_why_not_is_said() -> None:
+    _, report = passed(narrowed, X, W, answer=NO)
+    assert "bfloat16 would be sent in place of torch.float32, and not all ranks agreed" in report.collectives[0].reason
