@@ -1,78 +1,79 @@
-"""Sibling linear layers of one replicated x. Only their backward communicates."""
+"""A linear layer with an x that all ranks hold alike: ``F.linear(x, weight, bias)`` for this rank's rows of the weight,
+[out / R, K]. Only its backward communicates: the gradient of x is a sum over ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.library import refuse_outside_ops
+from fusedcomm.parallel.gradient_when_read import product
+from fusedcomm.parallel.layouts import shards
+from fusedcomm.parallel.shard_of import shard_of
+from fusedcomm.parallel.unwritten import unwritten
+
+NAME = "parallel.ColwiseParallel"  # for errors
 
 
-def linears_of_replicated(
-    name: str,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    group: Group,
-) -> list[Tensor]:
-    """``[F.linear(x, weight, bias) ...]`` for this rank's rows of the weights, [out / R, K].
+def linear_of_replicated(linear: Any, x: Tensor, group: Group) -> Tensor:
+    """For a plain x, whose gradient is summed by one `matmul_all_reduce`."""
+    weight, bias = shards(linear)
+    refuse_outside_ops(NAME, x, weight, bias)
+    inputs = _autocast(x, weight, bias)
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        y = F.linear(*inputs)  # Dynamo traces no autograd.Function that saves something there
+    else:
+        y = _Linear.apply(*resolve(group), None, *inputs)
+    return unwritten(y, x, linear.weight)
 
-    The gradient of x is the sum over ranks and weights, made by one `matmul_all_reduce`. ``name``: for errors.
+
+def linear_of_whole(linear: Any, x: DTensor, made: Tensor | None) -> Tensor:
+    """For a DTensor, whose gradient is Partial, and multiplied when it is read.
+
+    ``made``: the result without its gradients, if something has made it.
     """
-    refuse_outside_ops(name, x, *weights, *biases)
-    group_size, group_name = resolve(group)
-    x, *cast = autocast(x, *weights, *biases)
-    needed = [t for t in (x, *cast) if t is not None and t.requires_grad]
-    if not needed or not torch.is_grad_enabled():  # Dynamo traces no autograd.Function that saves something there
-        return [F.linear(x, *each) for each in zip(cast[: len(weights)], cast[len(weights) :], strict=True)]
-    return list(_LinearsOfReplicated.apply(group_size, group_name, x, *cast))
+    weight, bias = shards(linear)
+    local = shard_of(x, (Partial(),))
+    refuse_outside_ops(NAME, local, weight, bias)
+    y = _Linear.apply(1, None, [made], *_autocast(local, weight, bias))
+    return unwritten(y, x, linear.weight)
 
 
-class _LinearsOfReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group_size: int, group_name: str, x: Tensor, *cast: Any) -> tuple[Tensor, ...]:
-        count = len(cast) // 2
-        weights, biases = cast[:count], cast[count:]
-        needs_x, *needs = ctx.needs_input_grad[2:]
-        saved = [x if any(needs[:count]) else None, *(weight if needs_x else None for weight in weights)]
-        ctx.save_for_backward(*saved)
-        ctx.layouts = [gradients.layout_of(weight) for weight in weights]
-        ctx.group = (group_size, group_name)
-        ctx.set_materialize_grads(False)  # the weight of a result that nobody has used gets no gradient
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+class _Linear(torch.autograd.Function):
+    """``group_name``: None if the gradient of x is left to `product`."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[2:]
-        needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
-        if x is not None:
-            x = gradients.same_on_all_ranks(x, ctx.group)
+    def forward(
+        ctx: Any, group_size: int, group_name: str | None, given: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad[3:]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.layout, ctx.group = gradients.layout_of(weight), (group_size, group_name)
+        return F.linear(x, weight, bias) if given is None or given[0] is None else given[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
         grad_x = None
-        used = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        if needs_x and used:
-            grad, weight = used[0]
-            if len(used) > 1:
-                grad, weight = torch.cat([each for each, _ in used], -1), torch.cat([each for _, each in used])
-            grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group)
-        grad_weights = [
-            gradients.of_w(grad, x, layout) if need and grad is not None else None
-            for grad, layout, need in zip(grads, ctx.layouts, needs_weight, strict=True)
-        ]
-        grad_biases = [
-            gradients.of_bias(grad) if need and grad is not None else None
-            for grad, need in zip(grads, needs_bias, strict=True)
-        ]
-        return None, None, grad_x, *grad_weights, *grad_biases
+        if ctx.group[1] is None:
+            grad_x = product(grad, weight, ctx.next_functions[0][0]) if needs_x else None
+        else:
+            x = x if x is None else gradients.same_on_all_ranks(x, ctx.group)
+            if needs_x:
+                grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group)
+        grad_weight = gradients.of_w(grad, x, ctx.layout) if needs_weight else None
+        return None, None, None, grad_x, grad_weight, gradients.of_bias(grad) if needs_bias else None
 
 
-def autocast(*tensors: Tensor | None) -> list[Any]:
+def _autocast(*tensors: Tensor | None) -> list[Any]:
     """Cast to autocast's dtype, outside of the autograd.Function: its backward runs without autocast."""
     device_type = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device_type):

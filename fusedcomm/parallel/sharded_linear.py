@@ -31,8 +31,7 @@ from fusedcomm.parallel.layouts import (
     why_no_rows,
     why_not_sharded,
 )
-from fusedcomm.parallel.linear_of_replicated import linears_of_replicated
-from fusedcomm.parallel.linear_of_whole import linear_of_whole
+from fusedcomm.parallel.linear_of_replicated import linear_of_replicated, linear_of_whole
 from fusedcomm.parallel.shard_of import shard_of
 from fusedcomm.parallel.shared_gather import SharingLinear, taken_from
 from fusedcomm.parallel.unwritten import unwritten
@@ -120,10 +119,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
             self._note(ran)
             return linear_of_whole(self, x, made)
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
-            weight, bias = shards(self)
             self._note("matmul_all_reduce in the backward, as all ranks hold x")
-            y = linears_of_replicated("parallel.ColwiseParallel", x, [weight], [bias], mesh)[0]
-            return unwritten(y, x, self.weight)
+            return linear_of_replicated(self, x, mesh)
         laid_out = annotated(x, mesh, self.input_layouts)
         gather_dim = token_dim(laid_out.placements[0], x.ndim)
         if gather_dim is None:
