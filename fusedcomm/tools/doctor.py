@@ -14,7 +14,7 @@ from fusedcomm.memory.redact import redact
 from fusedcomm.tools import doctor_ranks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
 from fusedcomm.tools.doctor_ranks import GroupAnswer
-from fusedcomm.tools.doctor_report import GPU_S, STAGES, diagnose
+from fusedcomm.tools.doctor_report import GPU_S, diagnose
 
 STYLES = {OK: "green", ABSENT: "dim", WARNING: "yellow", ERROR: "bold red"}
 
@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
     theirs = _ask_torchrun() if world.under_torchrun() else None
     if not world.is_rank_0():
         return 0  # rank 0's exit code is torchrun's
-    with console.progress(True, STAGES, "looking", "trying") as on_stage:
-        found = diagnose(args.quick, theirs, on_stage)
+    found = diagnose(args.quick, theirs)
     report = found.as_json() if args.no_redact else redact(found.as_json())
     _print(report, args.quick)
     if args.json:

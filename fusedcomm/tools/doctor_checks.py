@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.launch.world import rank_device
 from fusedcomm.tools.doctor_findings import ERROR, OK, Finding
 from fusedcomm.tools.selftest_checks import small
 
@@ -75,7 +75,7 @@ def peer_copies(rank: int) -> str:
 def op_values(rank: int, device_type: str, algorithm: str) -> str:
     """Compare matmul_all_to_all, forward and backward, with the same computed in one process."""
     with fusedcomm.force_algorithm(algorithm, strict=True):
-        data = small("matmul_all_to_all", _rank_device(device_type))
+        data = small("matmul_all_to_all", rank_device(device_type))
         wrong = data.wrong(world())
     _must(wrong is None, f"rank {rank}: {wrong}")
     return f"matmul_all_to_all of {dist.get_world_size()} ranks, result and gradients exact"
@@ -90,7 +90,3 @@ def _must(condition: bool, text: str) -> None:
 def world() -> ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def _rank_device(device_type: str) -> torch.device:
-    return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -18,7 +17,6 @@ from fusedcomm.tools.doctor_findings import ABSENT, ERROR, Finding
 from fusedcomm.tools.doctor_gpus import Gpu, Machine, Pair
 from fusedcomm.tools.doctor_ranks import GroupAnswer
 
-STAGES = 3
 CPU_S, GPU_S = 20.0, 90.0  # limits of a check; on GPUs CUDA starts and Triton compiles
 MAX_GPU_RANKS = 8
 
@@ -45,7 +43,7 @@ class DoctorReport:
         return asdict(self) | {"exit_code": int(any(finding.level == ERROR for finding in self.findings))}
 
 
-def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Callable[[int], None]) -> DoctorReport:
+def diagnose(quick: bool, theirs: GroupAnswer | Exception | None) -> DoctorReport:
     """``theirs``: the answer of torchrun's ranks about their group, or their failure; None without torchrun.
 
     ``quick`` leaves the functional checks out.
@@ -55,14 +53,12 @@ def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Call
     report = DoctorReport(versions, environment(), machine.gpus, machine.pairs)
     report.findings += doctor_host.find_versions(versions, num_gpus) + doctor_host.find_settings(num_gpus)
     report.findings += doctor_host.sees_no_gpu(num_gpus, len(machine.gpus))
-    on_stage(1)
     if theirs is not None:
         report.heard(theirs)
     if isinstance(theirs, GroupAnswer):
         report.findings += doctor_ranks.find_differences(theirs)
     with closing(CheckRanks(2)) as ranks:
         _look_at_ranks(report, ranks, "cpu", CPU_S, quick, theirs is not None)
-    on_stage(2)
     if num_gpus:
         _look_at_gpus(report, num_gpus, quick, theirs is not None)
     judged = any(verdict.device == "cuda" for each in report.groups for verdict in each.verdicts)
@@ -70,7 +66,6 @@ def diagnose(quick: bool, theirs: GroupAnswer | Exception | None, on_stage: Call
         text = f"not used: torch sees {num_gpus} GPU(s); two ranks or more need one of their own each"
         report.findings.append(Finding("algorithms", "cuda", ABSENT, text))
     _judge(report, machine, num_gpus)
-    on_stage(3)
     return report
 
 
