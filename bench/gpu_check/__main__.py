@@ -16,7 +16,7 @@ from typing import Any
 import fusedcomm.bench.gpu_check
 from fusedcomm.bench.gpu_check import results as committed
 from fusedcomm.bench.gpu_check import speeds
-from fusedcomm.bench.gpu_check.check_parts import HALVES, PARTS, ROWS, asked, budget_s, proved
+from fusedcomm.bench.gpu_check.check_parts import HALVES, PARTS, asked, budget_s
 from fusedcomm.bench.gpu_check.driver import PartResult, run_parts
 
 MOST_SPOKEN = 300  # characters of a result that the terminal shows; the file has all of it
@@ -90,7 +90,6 @@ def machine_of(results: Sequence[PartResult]) -> dict[str, Any] | None:
 
 def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any]:
     """The run's findings, with the GPU, its driver, versions, commit and command."""
-    on_gpu = run["device"] == "cuda"
     recorded = committed.record(results, run, machine_of(results))
     return {
         "command": run["command"],
@@ -101,7 +100,6 @@ def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any
         "not_run": [f"{result.part}/{name}" for result in results for name in result.not_run],
         "speeds": speeds.lines(committed.found_in(recorded["cases"])),
         "compared": committed.compared(recorded),
-        "status_rows": {row: each.says for row, each in ROWS.items() if on_gpu and proved(each, results)},
     }
 
 
@@ -109,13 +107,7 @@ def _closing(found: dict[str, Any]) -> str:
     lines = ["", *(f"{part:16s}{status}" for part, status in found["parts"].items())]
     for name in ("failed", "skipped", "not_run"):
         lines += [f"{name.replace('_', ' ')}: {', '.join(found[name])}"] if found[name] else []
-    lines += ["", *found["speeds"], "", *found["compared"]]
-    lines += [
-        "Rows of docs/status.md that are now true on this GPU:"
-        if found["status_rows"]
-        else "No row of docs/status.md is now true that was not."
-    ]
-    return "\n".join([*lines, *(f"  {row}: {says}" for row, says in found["status_rows"].items())])
+    return "\n".join([*lines, "", *found["speeds"], "", *found["compared"]])
 
 
 if __name__ == "__main__":
