@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, OpData
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, PROGRAMS, ROOF, OpData
 from fusedcomm.bench.timing import Check, Timing, check_values, measure
 from fusedcomm.launch import console, world
 from fusedcomm.memory import members

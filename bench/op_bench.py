@@ -1,4 +1,7 @@
-"""A bench's facts about an op, and one rank's data for one size of it."""
+"""The five ops as users write them today, with their oracles, and one rank's data for one size of an op.
+
+[rows, K] @ [K, N] is the matmul of each.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench import baselines
+from fusedcomm.ops import whole_group
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 
@@ -66,6 +70,11 @@ class OpBench(WholeGroup):
     def exchanged_bytes(self, size: MatmulSize, dtype: torch.dtype) -> int:
         """Bytes as nccl-tests counts them: the larger of a rank's input to the collective and its output."""
         return size.rows * (size.k if self.gathers else size.n) * dtype.itemsize
+
+
+PROGRAMS: dict[str, OpBench] = {
+    op: type(type(each).__name__, (type(each), OpBench), {})() for op, each in whole_group.PROGRAMS.items()
+}
 
 
 class OpData:

@@ -27,8 +27,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench import trace
-from fusedcomm.bench.op_bench import BASELINE, MATMULS, ROOF, OpData
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import BASELINE, MATMULS, PROGRAMS, ROOF, OpData
 from fusedcomm.bench.rank_barrier import rank_barrier
 from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values
 from fusedcomm.launch import console, world

@@ -34,10 +34,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env
-from fusedcomm.bench.estimates import estimates, exchange_of, names_of
 from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
-from fusedcomm.bench.op_bench import OpData
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import PROGRAMS, OpData
 from fusedcomm.bench.timing import check_values, measure
 from fusedcomm.memory import group
 from fusedcomm.memory.group import resolve
@@ -48,6 +46,7 @@ from fusedcomm.plan.cost import in_pieces, model, tuned
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import ITEMSIZE, Constants
 from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import reference
 
 REPEAT = 20  # calls in a measurement, where one takes less time than the start of a measurement differs by
@@ -332,6 +331,30 @@ def _of_a_piece(data: OpData, dtype: str, without: Constants, t: float) -> float
         num_pieces = data.plan().num_rounds
     op, exchange = data.bench.op, exchange_of(data.bench.op, data.size, data.num_ranks)
     return (t - in_pieces.seconds(op, exchange, dtype, without, num_pieces)) / num_pieces
+
+
+def names_of(constants: Constants, apart: bool) -> list[str]:
+    """The algorithms that the planner chooses from. ``apart``: whether ranks have no workspace."""
+    if apart:
+        return ["unfused", "pipelined"]
+    return ["unfused", "chunked", *(["fused"] if constants.fused_flops else [])]
+
+
+def estimates(
+    op: str, size: MatmulSize, dtype: str, constants: Constants, num_ranks: int, names: Sequence[str]
+) -> dict[str, float]:
+    """Seconds by algorithm."""
+    exchange = exchange_of(op, size, num_ranks)
+    found = dict(model.estimate(op, exchange, dtype, constants))
+    if "pipelined" in names:
+        found["pipelined"] = in_pieces.fastest(op, exchange, dtype, constants)[1]
+    return {name: found[name] for name in names}
+
+
+def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:
+    """The geometry of a bench's call."""
+    x, w = torch.empty(PROGRAMS[op].x_shape(size, num_ranks), device="meta"), torch.empty(size.k, size.n, device="meta")
+    return PROGRAMS[op].exchange(x, w, num_ranks)
 
 
 PARTS = (_matmul, _copies, _collectives, _overheads)

@@ -22,8 +22,7 @@ from fusedcomm.bench.measure import (
     size_of,
     variants,
 )
-from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, PROGRAMS
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts

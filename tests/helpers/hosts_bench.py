@@ -32,8 +32,7 @@ import fusedcomm
 from fusedcomm.bench import tune
 from fusedcomm.bench.common import Goal, Ratio, at_least, draws, ms, tabulated
 from fusedcomm.bench.fits import Unreliable
-from fusedcomm.bench.op_bench import AUTO, ROOF, OpBench, OpData
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import AUTO, PROGRAMS, ROOF, OpBench, OpData
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.bench import tune
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import PROGRAMS
 from fusedcomm.memory import topology, triton_probe
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.segment import MOST_SLOT_BYTES

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench import overhead
-from fusedcomm.bench.op_programs import PROGRAMS, MatmulAllToAll
+from fusedcomm.bench.op_bench import PROGRAMS, MatmulAllToAll
 from fusedcomm.bench.overhead import OpOverhead, measure_overhead
 from fusedcomm.testing import RankPool
 from fusedcomm.tools import main

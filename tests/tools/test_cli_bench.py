@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm.bench.measure import Options, measure_op
-from fusedcomm.bench.op_programs import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
+from fusedcomm.bench.op_bench import PROGRAMS, AllGatherMatmul, MatmulReduceScatter
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import world
 from fusedcomm.ops.whole_group import MatmulSize

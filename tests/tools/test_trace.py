@@ -8,7 +8,7 @@ import torch
 
 from fusedcomm.bench import trace
 from fusedcomm.bench.measure import Options
-from fusedcomm.bench.op_programs import PROGRAMS
+from fusedcomm.bench.op_bench import PROGRAMS
 from fusedcomm.bench.trace import PIDS_PER_RANK
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.run.profiler import LANES, lane

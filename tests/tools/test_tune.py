@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fusedcomm.bench import estimates, tune
+from fusedcomm.bench import tune
 from fusedcomm.bench.op_bench import OpData
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.memory import group_member, members, topology
@@ -89,7 +89,7 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def seconds(variants: dict[str, Any], repeat: int) -> dict[str, float]:
         op, size, dtype = now
-        times = model.estimate(op, estimates.exchange_of(op, size, 2), dtype, truth)
+        times = model.estimate(op, tune.exchange_of(op, size, 2), dtype, truth)
         return {name: times[name] for name in variants}
 
     monkeypatch.setattr(tune, "_data", data)
