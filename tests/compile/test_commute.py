@@ -237,7 +237,7 @@ def test_a_matmul_is_cut_where_its_own_exchange_moves(rank: int, moves: bool) ->
 
     with recorded_graphs() as graphs:
         report = check(program)
-    assert [line.op is not None for line in report.collectives if line.graph == "forward"] == [moves, True]
+    assert [line.status == "fused" for line in report.collectives if line.graph == "forward"] == [moves, True]
     wide = [n for n in graphs[0].find_nodes(op="call_function", target=torch.ops.aten.mm.default) if is_wide(n)]
     assert len(wide) == (0 if moves else 1)
 
@@ -255,7 +255,7 @@ def test_where_cutting_a_matmul_fails_the_other_exchanges_move(rank: int) -> Non
     broken = mock.patch.object(cut_matmuls, "_begin", side_effect=RuntimeError("broken"))
     with broken, pytest.warns(UserWarning, match="commute failed.*broken"):
         report = check(program)
-    assert [line.op is not None for line in report.collectives if line.graph == "forward"] == [False, True]
+    assert [line.status == "fused" for line in report.collectives if line.graph == "forward"] == [False, True]
 
 
 def square(v: Values) -> Any:

@@ -92,7 +92,7 @@ def test_an_unknown_op_is_listed_until_it_is_registered(world: World) -> None:
     assert keys[0] != keys[1] == keys[2]
     fusedcomm.compile.register_collective("somepackage::reduced", reduce_averaged)
     assert Settings().uuid() not in keys
-    assert [line.status for line in report.collectives] == ["exposed", "fused"]
+    assert [line.status for line in report.collectives] == ["plain", "fused"]
 
 
 def test_a_program_that_returns_something_else_is_not_put_in_place(world: World) -> None:
