@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm.compile
+from fusedcomm.compile.fuse.fuser import Fuser
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers import differing_programs as programs
@@ -21,6 +25,7 @@ from tests.helpers.differing_programs import Program
 from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import on_ranks
 
+TIMEOUT_S = 20
 MOST_TRIES = 40  # to make a program that fails smaller
 
 
@@ -43,6 +48,7 @@ class Group:
             return None
         texts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(texts, text)
+        dist.destroy_process_group(self.pg)
         self.pg = None
         return "\n".join(f"rank {rank}: {each}" for rank, each in enumerate(texts) if each)
 
@@ -79,7 +85,7 @@ def compiled(p: Program, rank: int, name: str, backend: Any = interpreted) -> li
     torch._dynamo.reset()
     found, backward = [], p.backward_on(rank)
     recorded = backward or (p.grad == "recorded" and rank in p.some)
-    with no_latency(), fusedcomm.compile.enabled(), torch.set_grad_enabled(recorded):
+    with no_latency(), fusedcomm.compile.enabled(overlap=p.overlap), torch.set_grad_enabled(recorded):
         program = torch.compile(programs.program_of(p, rank, name), backend=backend)
         for call in range(2):
             args = [each.requires_grad_(recorded) for each in programs.inputs(p, rank, call)]
@@ -119,23 +125,41 @@ def smallest(p: Program, rank: int, group: Group, run: Callable[..., Any], why: 
     return p, why
 
 
-def check(rank: int, seeds: list[int], run: Callable[..., Any], timeout_s: float) -> None:
+def check(rank: int, seeds: Iterable[int], run: Callable[..., Any], timeout_s: float, shrink: bool = True) -> None:
     with bounded(timeout_s) as group:
         for seed in seeds:
             p = programs.drawn(seed, dist.get_world_size(), run is compiled)
             why = outcome(p, rank, group, run)
             if why is not None:
-                p, why = smallest(p, rank, group, run, why)
+                p, why = smallest(p, rank, group, run, why) if shrink else (p, why)
                 raise AssertionError(f"{p} of seed {seed}:\n{why}")
 
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_passes(rank: int, world_size: int) -> None:
-    check(rank, list(range(60)), traced, 20)
+    check(rank, range(70), traced, TIMEOUT_S)
 
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compiled(rank: int, world_size: int) -> None:
-    check(rank, list(range(12)), compiled, 20)
+    check(rank, range(14 - 4 * (world_size - 2)), compiled, TIMEOUT_S)
+
+
+@on_ranks(2)
+def test_without_plain_ops_ranks_wait_for_each_other(rank: int) -> None:
+    """Negative control: the collectives of ranks without a matmul beside stay torch's."""
+    with mock.patch.object(Fuser, "plain", lambda *args: []), pytest.raises(AssertionError, match="PeerTimeoutError"):
+        check(rank, range(20), traced, 2, shrink=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("run", "count", "batch"), [(traced, 3000, 100), (compiled, 300, 15)])
+def test_for_long(ranks: Any, run: Callable[..., Any], count: int, batch: int, world_size: int) -> None:
+    first = int(os.environ.get("FUSEDCOMM_TEST_SEED", time.time_ns() % 10**9))
+    print(f"FUSEDCOMM_TEST_SEED={first} repeats it")
+    for start in range(first, first + count, batch):  # within the pool's time-out
+        ranks(world_size).run(check, range(start, start + batch), run, TIMEOUT_S)

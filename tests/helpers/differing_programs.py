@@ -49,11 +49,14 @@ class Program:
     some: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32  # of payloads
     tokens: tuple[int, ...] = (2, 2)  # of R, by call
+    overlap: bool = False
 
     def flag_on(self, rank: int, call: int) -> bool:
         """Only ranks that read it compile again."""
-        flagged = (c for block in self.blocks for c in block.changes if c.name == "flagged")
-        return call > 0 and any(rank in change.ranks for change in flagged)
+        return call > 0 and self.has("flagged", rank)
+
+    def has(self, name: str, rank: int) -> bool:
+        return any(each.name == name and rank in each.ranks for block in self.blocks for each in block.changes)
 
     def backward_on(self, rank: int) -> bool:
         return self.grad == "all" or (self.grad == "some" and rank in self.some)
@@ -111,6 +114,7 @@ POINTS: dict[str, Step] = {
     "cast": lambda y, scope: (y.double() * 2).to(y.dtype),
     "layout": lambda y, scope: y.mT.contiguous().mT,
     "flagged": lambda y, scope: y + scope.b[: y.shape[-1]].to(y.dtype) if scope.flag else y,
+    "longer": lambda y, scope: y + scope.b.sum().to(y.dtype),  # b has another length in the second call
     "straight through": lambda y, scope: y + y.detach(),
     "read twice": lambda y, scope: y + y,
 }
@@ -351,7 +355,7 @@ def inputs(p: Program, rank: int, call: int, dtype: torch.dtype = torch.float32)
 
     x = integers(p.batch, p.size * p.tokens[call], n)
     weights = [integers(p.size * n if block.kind in WIDE else n, n) for block in p.blocks]
-    return [x, integers(p.size * n), *weights]
+    return [x, integers(p.size * n + (call if p.has("longer", rank) else 0)), *weights]
 
 
 def program_of(p: Program, rank: int, name: str) -> Callable[..., Any]:
@@ -431,7 +435,8 @@ def drawn(seed: int, size: int, compiled: bool) -> Program:
         kinds.remove("held")
     blocks = tuple(_block(rng, rng.choice(kinds), size, compiled) for _ in range(rng.randint(1, 4)))
     tokens = (2, 2) if rng.random() < 0.8 else (2, 3)
-    return Program(seed, size, blocks, rng.randint(1, 2), grad, _ranks(rng, size), dtype, tokens)
+    overlap = compiled and rng.random() < 0.25
+    return Program(seed, size, blocks, rng.randint(1, 2), grad, _ranks(rng, size), dtype, tokens, overlap)
 
 
 def _ranks(rng: random.Random, size: int) -> tuple[int, ...]:
@@ -474,5 +479,7 @@ def smaller(p: Program) -> Iterator[Program]:
         yield replace(p, grad="none")
     if p.dtype != torch.float32:
         yield replace(p, dtype=torch.float32)
+    if p.overlap:
+        yield replace(p, overlap=False)
     if p.tokens != (2, 2):
         yield replace(p, tokens=(2, 2))
