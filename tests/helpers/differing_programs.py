@@ -257,9 +257,9 @@ def by_hand(kind: str, xs: list[Tensor]) -> list[Tensor]:
         total = sum(xs, torch.zeros(()))
         if kind == "scatter":
             return list(total.chunk(size))
-        return [total / size if kind == "average" else total] * size
+        return [total / (size if kind == "average" else 1) for _ in xs]
     if kind == "gather":
-        return [torch.cat(xs)] * size
+        return [torch.cat(xs) for _ in xs]
     parts = [x.split(splits_of(kind, x, size, rank)) for rank, x in enumerate(xs)]
     return [torch.cat([part[p] for part in parts]) for p in range(size)]
 
