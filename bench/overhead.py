@@ -29,7 +29,7 @@ import fusedcomm
 from fusedcomm.bench import trace
 from fusedcomm.bench.op_bench import BASELINE, MATMULS, PROGRAMS, ROOF, OpData
 from fusedcomm.bench.rank_barrier import rank_barrier
-from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values
+from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, repeated
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
@@ -160,10 +160,10 @@ class CallClock:
         return timings
 
     def _hot(self, call: Callable[[], Any]) -> float:
-        _repeat(call, WARM_CALLS)
+        repeated(call, WARM_CALLS)
         self.barrier()
         start = time.perf_counter()
-        _repeat(call, HOT_CALLS)
+        repeated(call, HOT_CALLS)
         return (time.perf_counter() - start) / HOT_CALLS
 
     def _cold(self, call: Callable[[], Any]) -> float:
@@ -180,7 +180,7 @@ class CallClock:
         spent = []
         for late_rank in range(self.num_ranks):
             self.barrier()
-            _repeat(call, WARM_CALLS)
+            repeated(call, WARM_CALLS)
             for _ in range(LAST_CALLS):
                 begin = time.perf_counter() + (late_s if self.rank == late_rank else 0.0)
                 while time.perf_counter() < begin:  # asleep, a core would lose its caches to others
@@ -189,11 +189,6 @@ class CallClock:
                 call()
                 spent.append(time.process_time() - start if self.rank == late_rank else 0.0)
         return spent
-
-
-def _repeat(call: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        call()
 
 
 def measure_overhead(rank: int, op: str, direction: str, rounds: int, warmup: int) -> OpOverhead:

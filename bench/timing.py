@@ -121,6 +121,11 @@ def measure_rounds(
     return dict(zip(names, seconds.cpu().unbind(1), strict=True))
 
 
+def repeated(call: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
 def all_gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes, of any length. all_gather_object would need NumPy, which torch does not depend on."""
     num_ranks = dist.get_world_size()

@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from fusedcomm import env
 from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
 from fusedcomm.bench.op_bench import PROGRAMS, OpData
-from fusedcomm.bench.timing import check_values, measure
+from fusedcomm.bench.timing import check_values, measure, repeated
 from fusedcomm.memory import group
 from fusedcomm.memory.group import resolve
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
@@ -121,8 +121,11 @@ class Sample:
         return self.measured[min(self.estimated, key=self.estimated.__getitem__)] / min(self.measured.values()) - 1
 
     def estimate(self, constants: Constants, num_ranks: int) -> dict[str, float]:
-        size = MatmulSize(self.rows, self.k, self.n)
-        return estimates(self.op, size, self.dtype, constants, num_ranks, list(self.measured))
+        exchange = exchange_of(self.op, MatmulSize(self.rows, self.k, self.n), num_ranks)
+        found = dict(model.estimate(self.op, exchange, self.dtype, constants))
+        if "pipelined" in self.measured:
+            found["pipelined"] = in_pieces.fastest(self.op, exchange, self.dtype, constants)[1]
+        return {name: found[name] for name in self.measured}
 
 
 @dataclass(frozen=True)
@@ -191,11 +194,13 @@ class _Bench:
 
     def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
         """Seconds of one call of each variant."""
-        named = {str(i): partial(_repeat, variant, repeat) for i, variant in enumerate(variants.values())}
-        named["reference"] = partial(_repeat, self._reference, REFERENCE_CALLS)
-        times = measure(named, self.device, rounds=self.rounds, warmup=2)
-        self.references.append(times["reference"].median)
-        return {key: times[str(i)].median / repeat for i, key in enumerate(variants)}
+        measured: dict[Any, Callable[[], Any]] = {
+            key: partial(repeated, each, repeat) for key, each in variants.items()
+        }
+        measured["reference"] = partial(repeated, self._reference, REFERENCE_CALLS)
+        times = measure(measured, self.device, rounds=self.rounds, warmup=2)
+        self.references.append(times.pop("reference").median)
+        return {key: timing.median / repeat for key, timing in times.items()}
 
     def move(self, variants: dict[tuple[str, int], Callable[[], Any]]) -> dict[str, dict[int, float]]:
         """Seconds by kind of move and by its bytes."""
@@ -215,11 +220,6 @@ class _Bench:
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device)
-
-
-def _repeat(variant: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        variant()
 
 
 def _matmul(bench: _Bench, constants: Constants) -> Constants:
@@ -338,17 +338,6 @@ def names_of(constants: Constants, apart: bool) -> list[str]:
     if apart:
         return ["unfused", "pipelined"]
     return ["unfused", "chunked", *(["fused"] if constants.fused_flops else [])]
-
-
-def estimates(
-    op: str, size: MatmulSize, dtype: str, constants: Constants, num_ranks: int, names: Sequence[str]
-) -> dict[str, float]:
-    """Seconds by algorithm."""
-    exchange = exchange_of(op, size, num_ranks)
-    found = dict(model.estimate(op, exchange, dtype, constants))
-    if "pipelined" in names:
-        found["pipelined"] = in_pieces.fastest(op, exchange, dtype, constants)[1]
-    return {name: found[name] for name in names}
 
 
 def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
+from fusedcomm.bench.timing import repeated
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.geometry import shapes
@@ -181,8 +182,8 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
     error = ((problem.out.float() - y.float()).norm() / y.float().norm()).item()
     assert error < 1e-2, f"{shape.name}: relative error {error}"
     variants: Variants = {"cublas": lambda: torch.matmul(x, w, out=y), "kernel": problem.run}
-    repeated = {f"{name} repeated": _repeat(variant, 1 + REPEATS) for name, variant in variants.items()}
-    times = interleaved({**variants, **repeated}, device)
+    often = {f"{name} repeated": partial(repeated, variant, 1 + REPEATS) for name, variant in variants.items()}
+    times = interleaved({**variants, **often}, device)
     problem.workspace.check("matmul")
     # The cost of one more call where many are queued: neither the start of a kernel nor the gap to an event counts.
     net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
@@ -228,14 +229,6 @@ def _rates(kernel: str, problem: KernelProblem, num_bytes: int) -> dict[str, Any
     problem.workspace.check(kernel)
     rates = {name: num_bytes / ms / 1e9 for name, ms in times.items()}
     return {**rates, "ratio": times["copy"] / times[SHIPPED]}
-
-
-def _repeat(variant: Callable[[], Any], times: int) -> Callable[[], None]:
-    def repeated() -> None:
-        for _ in range(times):
-            variant()
-
-    return repeated
 
 
 if __name__ == "__main__":
