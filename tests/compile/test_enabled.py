@@ -20,7 +20,7 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.fragments import FRAGMENTS
-from tests.helpers.graphs import aten_graph, collectives_of, targets
+from tests.helpers.graphs import aten_graph, targets
 from tests.helpers.merge_world import fake_world, traced
 from tests.helpers.program_parts import all_gather, world
 

@@ -1,8 +1,7 @@
 """Bytes that each op sends, forward and backward, measured, against the table in docs/ops.md.
 
 What `chunked` writes to peers is counted where it arrives: each part of a peer's slot holds a sentinel before, and is
-compared at the signal. Plain collectives are seen by a dispatch mode; those inside an op's kernel are below it, so the
-two columns never count the same byte.
+compared at the signal. The group's own collectives would be seen by a dispatch mode.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class Row:
 
     op: str
     forward: float
-    backward_fused: float
-    backward_plain: float
+    backward: float
     frozen: str = ""
     save: bool = True
 
@@ -48,31 +46,31 @@ class Row:
 
 
 TABLE = [
-    Row("matmul_all_to_all", 1, 1, 0),
-    Row("matmul_all_to_all", 1, 1, 0, "w"),
-    Row("matmul_all_to_all", 1, 1, 0, "wb"),
-    Row("matmul_all_to_all", 1, 0, 1, "x"),
-    Row("matmul_all_to_all", 1, 0, 1, "xw"),
-    Row("all_to_all_matmul", 1, 1, 0),
-    Row("all_to_all_matmul", 1, 1, 0, "w"),
-    Row("all_to_all_matmul", 1, 0, 0, "x"),
-    Row("all_to_all_matmul", 1, 0, 0, "xw"),
-    Row("all_to_all_matmul", 1, 1, 1, save=False),
-    Row("all_to_all_matmul", 1, 0, 1, "x", save=False),
-    Row("all_to_all_matmul", 1, 1, 0, "w", save=False),
-    Row("all_gather_matmul", 1, 1, 0),
-    Row("all_gather_matmul", 1, 1, 0, "w"),
-    Row("all_gather_matmul", 1, 0, 0, "x"),
-    Row("all_gather_matmul", 1, 0, 0, "xw"),
-    Row("all_gather_matmul", 1, 1, 1, save=False),
-    Row("all_gather_matmul", 1, 0, 1, "x", save=False),
-    Row("all_gather_matmul", 1, 1, 0, "w", save=False),
-    Row("matmul_reduce_scatter", 1, 1, 0),
-    Row("matmul_reduce_scatter", 1, 1, 0, "w"),
-    Row("matmul_reduce_scatter", 1, 0, 1, "x"),
-    Row("matmul_reduce_scatter", 1, 0, 0, "xw"),
-    Row("matmul_all_reduce", 2, 0, 0),
-    Row("matmul_all_reduce", 2, 0, 0, "x"),
+    Row("matmul_all_to_all", 1, 1),
+    Row("matmul_all_to_all", 1, 1, "w"),
+    Row("matmul_all_to_all", 1, 1, "wb"),
+    Row("matmul_all_to_all", 1, 1, "x"),
+    Row("matmul_all_to_all", 1, 1, "xw"),
+    Row("all_to_all_matmul", 1, 1),
+    Row("all_to_all_matmul", 1, 1, "w"),
+    Row("all_to_all_matmul", 1, 0, "x"),
+    Row("all_to_all_matmul", 1, 0, "xw"),
+    Row("all_to_all_matmul", 1, 2, save=False),
+    Row("all_to_all_matmul", 1, 1, "x", save=False),
+    Row("all_to_all_matmul", 1, 1, "w", save=False),
+    Row("all_gather_matmul", 1, 1),
+    Row("all_gather_matmul", 1, 1, "w"),
+    Row("all_gather_matmul", 1, 0, "x"),
+    Row("all_gather_matmul", 1, 0, "xw"),
+    Row("all_gather_matmul", 1, 2, save=False),
+    Row("all_gather_matmul", 1, 1, "x", save=False),
+    Row("all_gather_matmul", 1, 1, "w", save=False),
+    Row("matmul_reduce_scatter", 1, 1),
+    Row("matmul_reduce_scatter", 1, 1, "w"),
+    Row("matmul_reduce_scatter", 1, 1, "x"),
+    Row("matmul_reduce_scatter", 1, 0, "xw"),
+    Row("matmul_all_reduce", 2, 0),
+    Row("matmul_all_reduce", 2, 0, "x"),
 ]
 
 
@@ -111,7 +109,7 @@ def test_bytes_sent(rank: int, op: str) -> None:
             with pushed() as fused, Dispatched() as plain:
                 torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
             counted = fused.num_bytes, plain.collective_bytes(size)
-            assert counted == (row.backward_fused * whole, row.backward_plain * whole), row
+            assert counted == (row.backward * whole, 0), row
     with fusedcomm.force_algorithm("chunked", strict=True), torch.no_grad(), pushed() as fused, Dispatched() as plain:
         problem.call(integers(problem, rank, size))
     assert plain.names("fusedcomm") == [op]
@@ -121,7 +119,7 @@ def test_bytes_sent(rank: int, op: str) -> None:
 @on_ranks(2)
 def test_what_is_not_written_is_not_counted(rank: int) -> None:
     """Negative control: a chunk that is not written counts as nothing, and is wrong."""
-    problem, size = PROBLEMS["matmul_all_to_all"], dist.get_world_size()
+    problem, size = Problem("wide", (2, 3, 5), 128, 1, 2), dist.get_world_size()
     multiply = python_executor.multiply
 
     def half(x: torch.Tensor, w: torch.Tensor, bias: Any, out: torch.Tensor, *, adds: bool) -> None:
@@ -138,43 +136,43 @@ def test_what_is_not_written_is_not_counted(rank: int) -> None:
 # what is computed, and kept, for the backward
 
 
-# By op and frozen inputs: the fused ops, the collectives and the number of matmuls of the backward.
-BACKWARD: dict[str, dict[str, tuple[list[str], list[str], int]]] = {
+# By op and frozen inputs: the ops and the number of matmuls of the backward.
+BACKWARD: dict[str, dict[str, tuple[list[str], int]]] = {
     "matmul_all_to_all": {
-        "": (["all_to_all_matmul"], [], 1),
-        "x": ([], ["all_to_all_single"], 1),
-        "w": (["all_to_all_matmul"], [], 0),
-        "b": (["all_to_all_matmul"], [], 1),
-        "wb": (["all_to_all_matmul"], [], 0),
-        "xw": ([], ["all_to_all_single"], 0),
+        "": (["all_to_all_matmul"], 1),
+        "x": (["all_to_all"], 1),
+        "w": (["all_to_all_matmul"], 0),
+        "b": (["all_to_all_matmul"], 1),
+        "wb": (["all_to_all_matmul"], 0),
+        "xw": (["all_to_all"], 0),
     },
     "all_to_all_matmul": {
-        "": (["matmul_all_to_all"], [], 1),
-        "x": ([], [], 1),
-        "w": (["matmul_all_to_all"], [], 0),
-        "b": (["matmul_all_to_all"], [], 1),
-        "xw": ([], [], 0),
+        "": (["matmul_all_to_all"], 1),
+        "x": ([], 1),
+        "w": (["matmul_all_to_all"], 0),
+        "b": (["matmul_all_to_all"], 1),
+        "xw": ([], 0),
     },
     "all_gather_matmul": {
-        "": (["matmul_reduce_scatter"], [], 2),
-        "x": ([], [], 2),
-        "w": (["matmul_reduce_scatter"], [], 0),
-        "b": (["matmul_reduce_scatter"], [], 2),
-        "xw": ([], [], 0),
+        "": (["matmul_reduce_scatter"], 2),
+        "x": ([], 2),
+        "w": (["matmul_reduce_scatter"], 0),
+        "b": (["matmul_reduce_scatter"], 2),
+        "xw": ([], 0),
     },
     "matmul_reduce_scatter": {
-        "": (["all_gather_matmul"], [], 1),
-        "x": ([], ["all_gather_into_tensor"], 1),
-        "w": (["all_gather_matmul"], [], 0),
-        "b": (["all_gather_matmul"], [], 1),
-        "xw": ([], [], 0),
+        "": (["all_gather_matmul"], 1),
+        "x": (["all_gather"], 1),
+        "w": (["all_gather_matmul"], 0),
+        "b": (["all_gather_matmul"], 1),
+        "xw": ([], 0),
     },
     "matmul_all_reduce": {
-        "": ([], [], 2),
-        "x": ([], [], 1),
-        "w": ([], [], 1),
-        "b": ([], [], 2),
-        "xw": ([], [], 0),
+        "": ([], 2),
+        "x": ([], 1),
+        "w": ([], 1),
+        "b": ([], 2),
+        "xw": ([], 0),
     },
 }
 
@@ -183,13 +181,13 @@ BACKWARD: dict[str, dict[str, tuple[list[str], list[str], int]]] = {
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str) -> None:
     problem = PROBLEMS[op]
-    for frozen, (fused, collectives, matmuls) in BACKWARD[op].items():
+    for frozen, (fused, matmuls) in BACKWARD[op].items():
         tensors = leaves(problem, rank, frozen)
         outs = as_list(problem.call(unflat(problem, tensors)))
         with Dispatched() as dispatched:
             torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
         assert dispatched.names("fusedcomm") == fused, frozen
-        assert dispatched.names("_c10d_functional") == collectives, frozen
+        assert dispatched.names("_c10d_functional") == [], frozen
         assert dispatched.matmuls() == matmuls, frozen
         if fused in (["all_to_all_matmul"], ["all_gather_matmul"]):  # exchanges the gradient for grad w or grad bias
             wanted = "w" not in frozen or (op == "matmul_all_to_all" and "b" not in frozen)

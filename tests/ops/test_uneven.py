@@ -266,9 +266,9 @@ def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
         EVEN,
     ):
         said = shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, splits)
-        assert said.cut is None and said.key == plain.key
+        assert said.cut is None and said.payload == plain.payload
     for other in (Splits(scatter_lengths=(2, 4), rank=0), Splits(None, None, (0, 2), (3, 3), 0)):
-        assert shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, other).key != plain.key
+        assert shapes.matmul_all_to_all((4, 8), (8, 6), None, 0, 1, 2, other).payload != plain.payload
 
 
 @on_ranks(4)

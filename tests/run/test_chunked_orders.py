@@ -204,5 +204,5 @@ def test_each_round_takes_the_staging_of_the_last_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Exchange, "rounds", WHOLE_ROUNDS)
     cut_in(8, monkeypatch)
     memory = VirtualGroup(3, SLOT_BYTES, "cpu").workspaces[0].memory_facts()
-    steps = schedule(Problem("tokens", (16, 5), 4, 0, 1), memory, GPU, "chunked")
+    steps = schedule(Problem("tokens", (16, 5), 96, 0, 1), memory, GPU, "chunked")
     assert steps.num_rounds == 8 and len(steps.temporaries) == 2  # one for each peer

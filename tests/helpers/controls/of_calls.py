@@ -344,8 +344,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "who has which part is part of a call": Control(
         "fusedcomm/plan/geometry/exchange.py",
-        "return *self.for_all.key, self.cut.gathered, self.cut.scattered",
-        "return self.for_all.key",
+        "return *self.for_all.payload, self.cut.gathered, self.cut.scattered, self.gathers",
+        "return self.for_all.payload",
         "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
     ),
     "what is the own chunk too is multiplied before any chunk": Control(
