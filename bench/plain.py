@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from fusedcomm.ops.exact_problem import difference
 
 NAME = "bench plain"
 BACKEND, OURS = "backend", "fusedcomm"
+MOST_CALLS, MEASURED_BYTES = 64, 8 << 20  # back to back: ranks leave a barrier further apart than small calls take
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)  # bytes of x
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {  # of x [R, n]: backend's, ours
     "all_to_all": (baselines.all_to_all, lambda x: fusedcomm.all_to_all(x, 1, 0)),
@@ -70,10 +72,22 @@ def measure_plain(rank: int, op: str, size: int, dtype: str, device_type: str, r
 
     check_values(calls, check)
     x.normal_()
-    times = measure(calls, device, rounds=rounds, warmup=3)
+    repeat = max(1, min(MOST_CALLS, MEASURED_BYTES // size))
+    repeated = {name: partial(_repeat, call, repeat) for name, call in calls.items()}
+    times = {name: _of_one(t, repeat) for name, t in measure(repeated, device, rounds=rounds, warmup=2).items()}
     dims = {"all_to_all": (1, 0), "all_reduce": ()}.get(op, (0,))
     plan = fusedcomm.explain(op, x, *dims)
     return PlainRow(op, dtype, size, group_size, str(plan), times[BACKEND], times[OURS])
+
+
+def _repeat(call: Callable[[], Tensor], repeat: int) -> None:
+    for _ in range(repeat):
+        call()
+
+
+def _of_one(timing: Timing, repeat: int) -> Timing:
+    quantiles = {name: getattr(timing, name) / repeat for name in ("median", "p10", "p90", "p99")}
+    return replace(timing, **quantiles)
 
 
 def _integers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -84,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", nargs="+", choices=tuple(CALLS), default=list(CALLS), help="default: all four")
     parser.add_argument("--bytes", nargs="+", type=int, default=SIZES, help="bytes of x (default: 64 KiB to 16 MiB)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="default: float32")
-    parser.add_argument("--rounds", "-n", type=console.positive, default=31, help="measurements of each (default: 31)")
+    parser.add_argument("--rounds", "-n", type=console.positive, default=15, help="measurements of each (default: 15)")
     console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
 

@@ -125,3 +125,9 @@ IN_ROUNDS = [  # for 2, 3, 4 and 8 ranks
     Case("all_reduce", (1536, 64)),
     Case("all_reduce", (24, 6144)),
 ]
+UNEVEN_IN_ROUNDS = [
+    Case("all_to_all", (1537, 193), 0, 1, splits="given"),
+    Case("all_gather", (1537, 64), 0, splits="given"),
+    Case("reduce_scatter", (1537, 64), None, 0, splits="given"),
+    Case("reduce_scatter", (513, 193), None, 1, splits="given"),
+]

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from fusedcomm.plan.builder import Device
+from tests.helpers.plain_cases import UNEVEN_IN_ROUNDS, Case
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.programs import BF16, CPU, CPU_WITH_HEAP, GPU, World, calls
@@ -30,13 +31,13 @@ CASES = [  # each of them takes several rounds in slots of SLOT_BYTES for each r
 SLOT_BYTES = 1 << 15
 
 
-def order_of(cases: Sequence[Uneven], device: Device = GPU, dtype: torch.dtype = BF16) -> HappensBefore:
+def order_of(cases: Sequence[Uneven | Case], device: Device = GPU, dtype: torch.dtype = BF16) -> HappensBefore:
     return HappensBefore(World(2, SLOT_BYTES * 2, "chunked", device=device).enqueue(calls(cases, dtype)))
 
 
 @pytest.mark.parametrize("device", [GPU, CPU, CPU_WITH_HEAP], ids=["GPU", "CPU", "in place"])
 def test_nothing_races_and_no_wait_is_blocked(device: Device) -> None:
-    order = order_of(CASES, device)
+    order = order_of([*CASES, *UNEVEN_IN_ROUNDS], device)
     assert not races(order) and not blocked_waits(order)
 
 
