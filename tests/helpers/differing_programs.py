@@ -229,8 +229,8 @@ class Exchange(torch.autograd.Function):
 
 
 def splits_of(kind: str, x: Tensor, size: int, rank: int) -> list[int]:
-    """Of an exchange, both ways: in an uneven one all ranks but the first keep twice as much."""
-    kept = 2 if kind == "uneven" and rank > 0 else 1
+    """Of an exchange, both ways: in an uneven one each rank keeps twice as much."""
+    kept = 2 if kind == "uneven" else 1
     rows = x.shape[0] // (size - 1 + kept)
     return [rows * (kept if i == rank else 1) for i in range(size)]
 
@@ -281,12 +281,12 @@ def steps(p: Program, rank: int) -> Iterator[Step | str]:
 
 def kept_twice(x: Tensor, size: int, rank: int) -> Tensor:
     parts = x.chunk(size)
-    return torch.cat([*parts[:rank], parts[rank] * 2, *parts[rank:]]) if rank else x
+    return torch.cat([*parts[:rank], parts[rank] * 2, *parts[rank:]])
 
 
 def kept_once(x: Tensor, size: int, rank: int) -> Tensor:
-    rows = x.shape[0] // (size + 1) * rank
-    return torch.cat([x[:rows], x[rows + x.shape[0] // (size + 1) :]]) if rank else x
+    rows = x.shape[0] // (size + 1)
+    return torch.cat([x[: rows * rank], x[rows * (rank + 1) :]])
 
 
 def _steps(p: Program, i: int, block: Block, rank: int) -> Iterator[Step | str]:
