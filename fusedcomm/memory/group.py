@@ -43,7 +43,7 @@ def resolve(group: Group) -> tuple[int, str]:
     """(group_size, group_name) of a ProcessGroup, 1-D DeviceMesh, (DeviceMesh, mesh_dim), name, or None for WORLD."""
     if isinstance(group, str):
         return _size_of(group), group
-    pg = _process_group(group)
+    pg = process_group(group)
     return pg.size(), pg.group_name
 
 
@@ -84,7 +84,7 @@ def store(pg: ProcessGroup, purpose: str) -> Store:
     return dist.PrefixStore(f"fusedcomm/{ranks}/{purpose}", c10d._get_process_group_store(pg))
 
 
-def _process_group(group: Group) -> ProcessGroup:
+def process_group(group: Group) -> ProcessGroup:
     if group is None:
         world = dist.group.WORLD
         if world is None:

@@ -152,7 +152,7 @@ def _own_groups(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
 
 def _read(mesh: DeviceMesh, groups: tuple[ProcessGroup, ...]) -> _Mesh:
     ranks = np.array(mesh.mesh.tolist())
-    (coordinate,) = np.argwhere(ranks == _world_group().rank()).tolist()
+    (coordinate,) = np.argwhere(ranks == group.process_group(None).rank()).tolist()
     known = _Mesh(mesh.device_type, ranks, tuple(coordinate), groups)
     for i, pg in enumerate(groups):
         if sorted(_members(known, (i,))) != sorted(dist.get_process_group_ranks(pg)):
@@ -162,17 +162,12 @@ def _read(mesh: DeviceMesh, groups: tuple[ProcessGroup, ...]) -> _Mesh:
 
 def _world() -> _World:
     with _lock:
-        return _worlds.setdefault(_world_group(), _World())
+        return _worlds.setdefault(group.process_group(None), _World())
 
 
 def _lock_of(world: _World, purpose: str, ranks: tuple[int, ...]) -> threading.RLock:
     with _lock:
         return world.locks[purpose, ranks]
-
-
-def _world_group() -> ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _members(known: _Mesh, mesh_dims: tuple[int, ...]) -> list[int]:
@@ -221,7 +216,7 @@ def _vote_on_mesh(known: _Mesh, own: dict[str, Any], ranks: tuple[int, ...]) -> 
     numbers = {host: i for i, host in enumerate(dict.fromkeys(fact["host"] for fact in ordered))}
     digests = [fact["constants"] for fact in facts]
     if constants is None or len(set(digests)) > 1:
-        if len(set(digests)) > 1 and _world_group().rank() == ranks[0]:
+        if len(set(digests)) > 1 and group.process_group(None).rank() == ranks[0]:
             log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", ranks)
         constants = DEFAULTS[known.device_type]
     hosts = tuple(numbers[fact["host"]] for fact in ordered)
@@ -247,14 +242,14 @@ def same_call(op: str, t: DTensor, **arguments: Any) -> Iterator[None]:
 
     own = {"shape": list(t.shape), "dtype": str(t.dtype), "placements": [str(each) for each in t.placements]}
     with call_check.same_arguments(
-        op, _describe(mesh), ranks.index(_world_group().rank()), vote, own | arguments, names=ranks
+        op, _describe(mesh), ranks.index(group.process_group(None).rank()), vote, own | arguments, names=ranks
     ):
         yield
 
 
 def _vote(purpose: str, facts: dict[str, Any], ranks: Sequence[int], what: str) -> list[dict[str, Any]]:
     """The facts of all ``ranks``: global, ascending."""
-    world = _world_group()
+    world = group.process_group(None)
     store = group.store(world, f"redistribution/{purpose}/{_digest(ranks)}")
     return agree(store, ranks.index(world.rank()), len(ranks), facts, what=what, names=ranks)
 
@@ -308,7 +303,7 @@ def _existing(mesh: DeviceMesh, known: _Mesh, ranks: tuple[int, ...], backend: s
     """A group of these ranks, if there is one: the user's flattened groups first, then WORLD, then single mesh dims."""
     root: Any = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     flat_meshes = getattr(root, "_flatten_mapping", {}).values()
-    candidates = [pg for flat in flat_meshes if (pg := _only_group(flat))] + [_world_group(), *known.groups]
+    candidates = [pg for flat in flat_meshes if (pg := _only_group(flat))] + [group.process_group(None), *known.groups]
     for pg in candidates:
         if pg not in c10d._world.pg_map or _backend(pg, known.device_type) != backend:
             continue
@@ -379,7 +374,7 @@ def _new_group(name: str, ranks: tuple[int, ...], backend: str, device_type: str
     timeout = _timeout(like, device_type)
     bound = timedelta(seconds=env.timeout_s())
     connects = backend == "gloo"  # gloo connects when the group is made, other backends when it is used
-    world = _world_group()
+    world = group.process_group(None)
     with _not_split(world):
         pg, _ = c10d._new_process_group_helper(
             len(ranks),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.machine import version
-from fusedcomm.memory.group import store
+from fusedcomm.memory.group import process_group, store
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.tools import doctor_checks
@@ -58,7 +58,7 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
 
     Raises PeerTimeoutError if a rank does not come, and the errors of wrong settings.
     """
-    world = doctor_checks.world()
+    world = process_group(None)
     own, bound = _facts("cuda" in device_types), min(env.timeout_s(), ASK_S)
     ranks = agree(store(world, "doctor"), rank, world.size(), own, what="fusedcomm doctor", timeout_s=bound)
     verdicts = []

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
-from fusedcomm.memory.group import store
+from fusedcomm.memory.group import process_group, store
 from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops import proof
@@ -78,7 +78,7 @@ def run_check(name: str, device: torch.device) -> CheckResult:
             vote = {"status": "failed", "found": str(error)}
         except Exception as error:
             vote = {"status": "failed", "found": f"rank {dist.get_rank()}: {type(error).__name__}: {error}"}
-    votes = _meet(_world(), vote | {"at": time.time()}, _vote_s(), name)
+    votes = _meet(process_group(None), vote | {"at": time.time()}, _vote_s(), name)
     # The first failure is the cause: its consequences on other ranks came later.
     failed = [each for each in votes if each["status"] == "failed"]
     worst = min(failed, key=lambda each: each["at"]) if failed else votes[0]
@@ -310,11 +310,6 @@ def _error_of(data: ExactCall, group: ProcessGroup) -> Exception | None:
     except fusedcomm.PeerError as error:
         return error
     return None
-
-
-def _world() -> ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def _meet(

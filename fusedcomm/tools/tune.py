@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fusedcomm.bench import tune
 from fusedcomm.bench.fits import Unreliable
@@ -21,7 +20,7 @@ from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.memory import members
-from fusedcomm.memory.group import resolve
+from fusedcomm.memory.group import process_group, resolve
 from fusedcomm.memory.group_member import WorkspaceUnavailable, on_device
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.model import DEFAULTS, TUNED, Constants
@@ -157,8 +156,7 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         if why := tune.misfit(found.samples):
             failed = f"{why}; the noise was {found.noise:.0%}. {MISFIT}"
         else:
-            assert dist.group.WORLD is not None
-            tune.write_for_all(found.constants, device, dist.group.WORLD, num_hosts)
+            tune.write_for_all(found.constants, device, process_group(None), num_hosts)
     except OSError as error:
         failed = str(error)
     seconds = time.perf_counter() - start
