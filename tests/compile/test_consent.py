@@ -76,7 +76,19 @@ def small_ones(x: Tensor, w: Tensor, me: int) -> Any:
     return last(y), parts[1].norm() if me == 0 else None
 
 
-PROGRAMS = [logged, one_of_three, scattered, own_bias, own_number, own_norm, logged_between, small_ones]
+def read_before_it_is_sent(x: Tensor, w: Tensor, me: int) -> Any:
+    """On each kind of collective: rank 0 has no matmul to fuse, or one with a bias."""
+    ys = [x @ (w + i) for i in range(3)]
+    sums = reduced(ys[0]), reduce_scatter(ys[1], "sum", 0, world())
+    sent = funcol.wait_tensor(funcol.all_to_all_single(ys[2], None, None, world()))
+    gathered, arrived = all_gather(x, 0, world()), funcol.wait_tensor(funcol.all_to_all_single(x, None, None, world()))
+    w = w.tanh() if me == 0 else w
+    rows = [each @ w + 1 if me == 0 else each @ w for each in (gathered, arrived)]
+    alone = [reduced(x.cos()), all_gather(x.sin(), 0, world())]
+    return *sums, sent, *rows, *alone, [y.norm() for y in ys] if me == 0 else None
+
+
+PROGRAMS = [logged, one_of_three, scattered, own_bias, own_number, own_norm, logged_between, small_ones, read_before_it_is_sent]
 
 
 def run(program: Program, overlap: bool, me: int, n: int = N) -> CompileReport:
@@ -97,6 +109,14 @@ def test_values_of_each_rank_s_own_program(rank: int, overlap: bool) -> None:
     for program in PROGRAMS:
         run(program, overlap, 0)  # equal on all ranks: agreed on, which must not count later
         run(program, overlap, rank)
+
+
+@on_ranks(2)
+def test_a_rank_s_own_matmuls_change_nothing_that_is_sent(rank: int) -> None:
+    fused = [[line.op for line in run(read_before_it_is_sent, False, me).collectives] for me in (1, rank)]
+    ops = ["matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all", "all_gather_matmul", "all_to_all_matmul"]
+    assert sorted(map(str, fused[0])) == sorted([*ops, "all_reduce", "all_gather"]), fused
+    assert rank or fused[1] != fused[0]
 
 
 @on_ranks(2)
