@@ -213,6 +213,6 @@ def test_only_an_exchanged_or_gathered_x_is_kept_and_only_where_it_should_be(ran
     size = dist.get_world_size()
     for op in OPS:
         gathers = op in ("all_to_all_matmul", "all_gather_matmul")
-        assert kept_bytes(Row(op, 0, 0, 0), rank) == (largest(PROBLEMS[op], size) if gathers else 0)
-        assert kept_bytes(Row(op, 0, 0, 0, "w"), rank) == 0
-        assert kept_bytes(Row(op, 0, 0, 0, save=False), rank) == 0
+        assert kept_bytes(Row(op, 0, 0), rank) == (largest(PROBLEMS[op], size) if gathers else 0)
+        assert kept_bytes(Row(op, 0, 0, "w"), rank) == 0
+        assert kept_bytes(Row(op, 0, 0, save=False), rank) == 0
