@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
@@ -21,11 +19,10 @@ class PushedMatmul:
 
     def __init__(self, s: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
         self.s = s
-        columns = x.shape[-1] if w is not None else math.prod(exchange.shape[exchange.num_lead :])
-        self.x = s.reshape(x, exchange.num_batches, exchange.num_rows, columns)
+        self.x = s.reshape(x, -1) if w is None else s.reshape(x, exchange.num_batches, exchange.num_rows, x.shape[-1])
+        self.sends_x = w is None
         self.bias = bias
-        self.y: Tensor | None = self.x if w is None else None
-        self.sent = self.x.view(-1) if exchange.is_plain else None
+        self.y: Tensor | None = None  # all of the product
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
         self.makers: set[int] = set()  # dst_ranks: products are computed with their chunks
         self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
@@ -58,7 +55,7 @@ class PushedMatmul:
 
     def packed(self, spans: ChunkSpans, dst_rank: int) -> Tensor | None:
         """dst_rank's chunk where it lies in x, as runs (outer, inner); None where x is multiplied."""
-        return None if self.sent is None else spans.rows.view(self.sent, 0, dst_rank)
+        return spans.rows.view(self.x, 0, dst_rank) if self.sends_x else None
 
     def __call__(self, spans: ChunkSpans, dst_rank: int, chunk: Tensor) -> None:
         """``chunk`` is flat [batches * rows * columns], or [runs, rows in a run * columns] if `fills_runs` allows."""
@@ -66,7 +63,9 @@ class PushedMatmul:
         if chunk.ndim == 2 and batches.size == 1:
             rows_in_run = rows.size // chunk.shape[0]
             rows = Span(rows.size, rows.start, rows_in_run, rows_in_run, rows.peer_stride)
-        if self.y is not None:
+        if (packed := self.packed(spans, dst_rank)) is not None:
+            self.s.copy(chunk.view(packed.shape), packed)
+        elif self.y is not None:
             y = columns.view(rows.view(batches.view(self.y, 0, dst_rank), 2, dst_rank), 4, dst_rank)
             self.s.copy(chunk.view(y.shape), y)
         elif dst_rank in self.products:

@@ -43,7 +43,7 @@ def push_reduce(
     s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    if w is None and (copy_engines_send(exchange, s.device, x.itemsize) or not exchange.is_plain):
+    if w is None and copy_engines_send(exchange, s.device, x.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
@@ -56,7 +56,7 @@ def push_reduce_gather(
     s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
-    if w is None and (copy_engines_send(exchange, s.device, x.itemsize) or not exchange.is_plain):
+    if w is None and copy_engines_send(exchange, s.device, x.itemsize):
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
