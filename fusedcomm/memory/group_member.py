@@ -374,7 +374,7 @@ def _who_did_not_come(text: str) -> list[int]:
 
 def check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_name: str) -> None:
     def call(fact: dict[str, object]) -> tuple[object, ...]:
-        return fact["fingerprint"], fact["stage"]  # ops of one wire may differ
+        return fact["fingerprint"] or fact["op"], fact["stage"]  # ops of one wire may have other names
 
     others = [r for r, fact in enumerate(facts) if call(fact) != call(facts[rank])]
     if others:
