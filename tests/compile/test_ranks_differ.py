@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm.compile
+from fusedcomm import env
 from fusedcomm.compile.fuse.fuser import Fuser
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
@@ -25,42 +26,26 @@ from tests.helpers.differing_programs import Program
 from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import on_ranks
 
-TIMEOUT_S = 20
 MOST_TRIES = 40  # to make a program that fails smaller
 
 
-class Group:
-    """A group of all ranks, a new one after a failure. Waits in it are bounded."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s, self.pg = timeout_s, None
-
-    def name(self) -> str:
-        if self.pg is None:
-            self.pg = dist.new_group(timeout=timedelta(seconds=self.timeout_s))
-        return self.pg.group_name
-
-    def first_failure(self, text: str | None) -> str | None:
-        """The same on all ranks; ``text`` is this rank's."""
-        failed = torch.tensor(0 if text is None else 1)
-        dist.all_reduce(failed)
-        if not failed:
-            return None
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        dist.destroy_process_group(self.pg)
-        self.pg = None
-        return "\n".join(f"rank {rank}: {each}" for rank, each in enumerate(texts) if each)
-
-
 @contextmanager
-def bounded(timeout_s: float) -> Iterator[Group]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSEDCOMM_TIMEOUT_S", str(timeout_s))
-        group = Group(timeout_s)
-        yield group
-        if group.pg is not None:
-            dist.destroy_process_group(group.pg)
+def fresh_group() -> Iterator[str]:
+    """The name of a group that no other program has used: what ranks agree to stands in its store."""
+    pg = dist.new_group(timeout=timedelta(seconds=env.timeout_s()))
+    yield pg.group_name
+    dist.destroy_process_group(pg)
+
+
+def on_any_rank(text: str | None) -> str | None:
+    """The same on all ranks; ``text`` is this rank's."""
+    failed = torch.tensor(0 if text is None else 1)
+    dist.all_reduce(failed)
+    if not failed:
+        return None
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return "\n".join(f"rank {rank}: {each}" for rank, each in enumerate(texts) if each)
 
 
 def traced(p: Program, rank: int, name: str) -> list[list[Tensor]]:
@@ -95,29 +80,30 @@ def compiled(p: Program, rank: int, name: str, backend: Any = interpreted) -> li
     return found
 
 
-def outcome(p: Program, rank: int, group: Group, run: Callable[..., Any]) -> str | None:
+def outcome(p: Program, rank: int, run: Callable[..., Any]) -> str | None:
     """Why the program failed, on any rank."""
     wants = [programs.expected(p, call) for call in range(1 if run is traced else 2)]
     if not all(programs.is_exact(p, each) for each in wants):
         return None
-    name, text = group.name(), None
-    try:
-        for found, want in zip(run(p, rank, name), wants, strict=True):
-            want32 = [each.float() for each in want[rank]]
-            torch.testing.assert_close([each.float() for each in found], want32, rtol=0, atol=0)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    return group.first_failure(text)
+    text = None
+    with fresh_group() as name:
+        try:
+            for found, want in zip(run(p, rank, name), wants, strict=True):
+                want32 = [each.float() for each in want[rank]]
+                torch.testing.assert_close([each.float() for each in found], want32, rtol=0, atol=0)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        return on_any_rank(text)
 
 
-def smallest(p: Program, rank: int, group: Group, run: Callable[..., Any], why: str) -> tuple[Program, str]:
+def smallest(p: Program, rank: int, run: Callable[..., Any], why: str) -> tuple[Program, str]:
     tries = MOST_TRIES
     while tries > 0:
         for less in programs.smaller(p):
             tries -= 1
             if tries < 0:
                 break
-            if (text := outcome(less, rank, group, run)) is not None:
+            if (text := outcome(less, rank, run)) is not None:
                 p, why = less, text
                 break
         else:
@@ -125,33 +111,35 @@ def smallest(p: Program, rank: int, group: Group, run: Callable[..., Any], why: 
     return p, why
 
 
-def check(rank: int, seeds: Iterable[int], run: Callable[..., Any], timeout_s: float, shrink: bool = True) -> None:
-    with bounded(timeout_s) as group:
-        for seed in seeds:
-            p = programs.drawn(seed, dist.get_world_size(), run is compiled)
-            why = outcome(p, rank, group, run)
-            if why is not None:
-                p, why = smallest(p, rank, group, run, why) if shrink else (p, why)
-                raise AssertionError(f"{p} of seed {seed}:\n{why}")
+def check(rank: int, seeds: Iterable[int], run: Callable[..., Any], shrink: bool = True) -> None:
+    for seed in seeds:
+        p = programs.drawn(seed, dist.get_world_size(), run is compiled)
+        why = outcome(p, rank, run)
+        if why is not None:
+            p, why = smallest(p, rank, run, why) if shrink else (p, why)
+            raise AssertionError(f"{p} of seed {seed}:\n{why}")
 
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_passes(rank: int, world_size: int) -> None:
-    check(rank, range(70), traced, TIMEOUT_S)
+    check(rank, range(70), traced)
 
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compiled(rank: int, world_size: int) -> None:
-    check(rank, range(14 - 4 * (world_size - 2)), compiled, TIMEOUT_S)
+    check(rank, range(14 - 4 * (world_size - 2)), compiled)
 
 
 @on_ranks(2)
 def test_without_plain_ops_ranks_wait_for_each_other(rank: int) -> None:
     """Negative control: the collectives of ranks without a matmul beside stay torch's."""
-    with mock.patch.object(Fuser, "plain", lambda *args: []), pytest.raises(AssertionError, match="PeerTimeoutError"):
-        check(rank, range(20), traced, 2, shrink=False)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Fuser, "plain", lambda *args: []))
+        stack.enter_context(mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="2"))
+        stack.enter_context(pytest.raises(AssertionError, match="PeerTimeoutError"))
+        check(rank, range(20), traced, shrink=False)
 
 
 @pytest.mark.nightly
@@ -162,4 +150,4 @@ def test_for_long(ranks: Any, run: Callable[..., Any], count: int, batch: int, w
     first = int(os.environ.get("FUSEDCOMM_TEST_SEED", time.time_ns() % 10**9))
     print(f"FUSEDCOMM_TEST_SEED={first} repeats it")
     for start in range(first, first + count, batch):  # within the pool's time-out
-        ranks(world_size).run(check, range(start, start + batch), run, TIMEOUT_S)
+        ranks(world_size).run(check, range(start, start + batch), run)
