@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +22,9 @@ class Results:
 
     def __init__(self, buffers: list[Tensor], *, segment: Tensor, owner: Any, guarded: bool = False) -> None:
         self.buffers = buffers
-        self.addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device="cpu")
-        self.heap = loaded().ResultsHeap(segment, LEAST_BYTES)
-        self.warm_until = array("q", [0] * len(buffers))  # by rank: how much of its heap this process has mapped
+        self.heap = loaded().ResultsHeap(segment, LEAST_BYTES, buffers)
         self.guarded = guarded
         self._owner = owner
-
-    def for_plans(self) -> tuple[Any, list[Tensor], int]:
-        """(heap, buffers, address of the warm bytes), for prepared calls; they count warm bytes too."""
-        return self.heap, self.buffers, self.warm_until.buffer_info()[0]
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor for a result: in a warm block, or in ordinary memory."""
@@ -41,21 +34,6 @@ class Results:
             return canaries.paint_around(block).view(dtype).view(list(shape))
         made: Tensor = self.heap.empty(list(shape), dtype)
         return made
-
-    def place(self, t: Tensor) -> int | None:
-        """Where peers may write ``t``, a result made here, or None where they may not."""
-        found: int | None = self.heap.place(t)
-        return None if found is None else found + int(t.storage_offset()) * t.itemsize
-
-    def at_peer(self, dst_rank: int, place: int, num_bytes: int) -> Tensor | None:
-        """A peer's result as bytes, or None where it is cold for this rank: then it is warm from now on."""
-        end = place + num_bytes
-        buffer, warm = self.buffers[dst_rank], self.warm_until[dst_rank]
-        if end > warm:
-            loaded().warm(buffer.data_ptr() + warm, end - warm)
-            self.warm_until[dst_rank] = end
-            return None
-        return buffer[place:end]
 
     def retire(self) -> None:
         """Reuse no block: a peer stopped in a call may still write to a posted one."""

@@ -52,7 +52,7 @@ class HeaderLayout:
 
     @cached_property
     def posts(self) -> int:
-        """posts[src_rank]: place, size and stamp of the result that src_rank takes (`fusedcomm.memory.posts`)."""
+        """posts[src_rank]: place, size and stamp of the result that src_rank takes (kernels/cpu/rounds.h)."""
         return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size)
 
     @cached_property

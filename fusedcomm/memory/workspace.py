@@ -14,6 +14,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from fusedcomm.memory.captures import is_for_capture
 from fusedcomm.memory.departures import KILLED, Departures
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.patience import Patience
-from fusedcomm.memory.posts import Posts
 from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import (
     ABANDONED,
@@ -83,7 +83,6 @@ class Workspace(CallMemory):
         self.left = False  # whether the peers have been told that this rank leaves
         self.call_number = 0
         self.departures: Departures | None = None
-        self.posts = Posts(rank, self.addresses, self.layout)
         self.results: Results | None = None  # the group's, where peers may write results in place
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
@@ -119,13 +118,16 @@ class Workspace(CallMemory):
         if guard_bytes:
             canaries.paint(segment, layout)
 
-    def for_plans(self) -> tuple[Any, ...]:
-        """Segments, header offsets, counters and heap, for prepared calls; they count its rounds too."""
-        layout, results = self.layout, self.results
+    @cached_property
+    def posts(self) -> Any:
+        """native.Segments: the words on results in place, and what prepared calls find in segments."""
+        layout, heap = self.layout, None if self.results is None else self.results.heap
         offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
-        heap = (None, [], 0) if results is None else results.for_plans()
-        counted, record = self.counters.buffer_info()[0], self.record.words.data_ptr()
-        return self.rank, self.buffers, offsets, self.slot_bytes, counted, record, *heap
+        return loaded().Segments(self.rank, self.buffers, offsets, self.slot_bytes, heap)
+
+    def for_plans(self) -> tuple[Any, ...]:
+        """Segments and counters, for prepared calls; they count its rounds too."""
+        return self.posts, self.counters.buffer_info()[0], self.record.words.data_ptr()
 
     def arm(self) -> None:
         """Tell this rank's kernels their bound and where to report."""
@@ -181,25 +183,19 @@ class Workspace(CallMemory):
 
     def post(self, result: Tensor, layouts: Sequence[int], fingerprint: int) -> bool:
         """Tell every peer where this round's result is, if they can write it there."""
-        place = None if self.results is None else self.results.place(result)
-        if place is None:
-            return False
-        if self.layout.guard_bytes:
+        is_posted = bool(self.posts.post(result, layouts, self._stamp(fingerprint)))
+        if is_posted and self.layout.guard_bytes:
             self.posted_result = result
-        for peer in peers_of(self.rank, self.group_size)[:-1]:
-            self.posts.post(peer, place, result.nbytes, self._stamp(fingerprint, layouts[peer]))
-        return True
-
-    def all_have_posted(self) -> bool:
-        return all(self.posts.has_come(peer, self.epoch + 1) for peer in peers_of(self.rank, self.group_size)[:-1])
+        return is_posted
 
     def posted(self, dst_rank: int, num_bytes: int, layout: int, fingerprint: int) -> Tensor | None:
         """dst_rank's result of this round as bytes, if this rank may write it."""
-        place, results = self.posts.find(dst_rank, num_bytes, self._stamp(fingerprint, layout)), self.results
-        return None if place is None or results is None else results.at_peer(dst_rank, place, num_bytes)
+        place = self.posts.posted(dst_rank, num_bytes, self._stamp(fingerprint) ^ layout)
+        assert self.results is not None
+        return None if place is None else self.results.buffers[dst_rank][place : place + num_bytes]
 
-    def _stamp(self, fingerprint: int, layout: int) -> int:
-        return (self.epoch + 1) << FINGERPRINT_BITS | (fingerprint ^ layout)
+    def _stamp(self, fingerprint: int) -> int:
+        return (self.epoch + 1) << FINGERPRINT_BITS | fingerprint
 
     def end_round(self, op: str, fingerprint: int) -> None:
         """Count a round that this rank has completed, or launched; on a CPU look whether a peer has given up by it."""

@@ -194,7 +194,7 @@ class Execution:
         workspace = self.workspace
         match ask.test:
             case Test.LATE:
-                return self.has_posted and not workspace.all_have_posted()
+                return self.has_posted and workspace.posts.is_peer_late(self.epoch)
             case Test.POSTED:
                 found = workspace.posted(ask.rank, ask.num_bytes, ask.layout, self.fingerprint)
                 if found is not None:

@@ -8,7 +8,7 @@
 #include <array>
 #include <cstdint>
 
-#include "warm.h"
+#include "pages.h"
 
 namespace fusedcomm {
 

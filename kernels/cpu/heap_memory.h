@@ -18,12 +18,11 @@
 #include <vector>
 
 #include "admission.h"
-#include "demand.h"
 #include "forks.h"
 #include "free_ranges.h"
 #include "gil.h"
+#include "pages.h"
 #include "segment.h"
-#include "warm.h"
 
 namespace fusedcomm {
 
@@ -70,7 +69,8 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
   std::unique_ptr<Block> take(size_t num_bytes, Admission::SizeClass& results);
   static void give_back(std::unique_ptr<Block> block) noexcept;
 
-  // Once for each result, in a block or not: now and then it gives memory back.
+  // Once for each result, in a block or not. At every 1024th it gives back what is warm beyond twice the most that was
+  // in use since the 2048th result before.
   void meet();
 
   void retire();
@@ -95,6 +95,7 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
   void release_held();
   void punch(std::vector<FreeRanges::Range> ranges);
 
+  static constexpr uint64_t kSpan = 1024;
   static constexpr size_t kLeastSurplus = 1 << 20;  // less is not worth a system call
 
   const std::shared_ptr<Segment> segment_;
@@ -104,7 +105,9 @@ class HeapMemory : public std::enable_shared_from_this<HeapMemory> {
 
   // With the lock:
   FreeRanges free_;
-  Demand demand_;
+  uint64_t num_results_ = 0;
+  size_t most_ = 0;         // in use in this span of results
+  size_t most_before_ = 0;  // and in the one before
   std::unique_ptr<Block> held_;
   size_t held_bytes_ = 0;
   uint64_t released_at_ = 0;  // Forks::num_looks_that_found then
@@ -191,13 +194,12 @@ inline std::unique_ptr<HeapMemory::Block> HeapMemory::take(size_t num_bytes, Adm
     if (*found + block_bytes > free_.warm_bytes()) {
       if (!Admission::grows_for(results)) return nullptr;
       Admission::has_grown_for(results);
-      demand_.grow();
     }
     cold = free_.take(*found, block_bytes);
     block->range.key() = *found;
     block->taken_after = heaps().forks.count();
     live_bytes_ += block_bytes;
-    demand_.take(live_bytes_);
+    most_ = std::max(most_, live_bytes_);
     ++num_blocks_;
   }
   if (cold.second > 0) {
@@ -270,11 +272,10 @@ inline void HeapMemory::meet() {
   std::vector<FreeRanges::Range> ranges;
   {
     std::lock_guard<std::mutex> lock(heaps().mutex);
-    const std::optional<size_t> bound = demand_.meet(live_bytes_);
-    if (!bound || retired_) return;
-    const size_t kept = (*bound > live_bytes_ ? *bound - live_bytes_ : 0) / page_bytes() * page_bytes();
-    if (free_.free_warm_bytes() < kept + kLeastSurplus) return;
-    demand_.give_back();
+    if (++num_results_ % kSpan != 0) return;
+    const size_t kept = 2 * std::max(most_, most_before_) - live_bytes_;
+    most_before_ = std::exchange(most_, live_bytes_);
+    if (retired_ || free_.free_warm_bytes() < kept + kLeastSurplus) return;
     ranges = free_.cut(kept);
   }
   WithoutGil gil;

@@ -6,8 +6,7 @@
 
 #include "sources_digest.h"  // setup.py writes it
 #include "flags.h"
-#include "huge_pages.h"
-#include "warm.h"
+#include "pages.h"
 
 namespace py = pybind11;
 
@@ -79,11 +78,6 @@ PYBIND11_MODULE(native, m) {
   m.def(
       "prefer_huge_pages", [](uintptr_t address, uintptr_t num_bytes) { prefer_huge_pages(address, num_bytes); },
       py::arg("address"), py::arg("num_bytes"), "Ask for large pages in a range of memory that is not touched yet.");
-
-  m.def(
-      "warm", [](uintptr_t address, uintptr_t num_bytes) { warm(address, num_bytes); }, py::arg("address"),
-      py::arg("num_bytes"), py::call_guard<py::gil_scoped_release>(),
-      "Map the pages of a range for writing, whose contents stay as they are.");
 
   m.def(
       "register_symmetric_memory",

@@ -215,22 +215,18 @@ void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared
   calls.add(Key(key.begin(), key.end()), std::move(call));
 }
 
-// What `fusedcomm.memory.workspace.Workspace.for_plans` gives.
-void begin_calls(PreparedCalls& calls, int64_t resets, int64_t rank, const std::vector<at::Tensor>& segments,
-                 const std::array<int64_t, 6>& offsets, int64_t slot_bytes, uintptr_t epoch, uintptr_t error_record,
-                 std::shared_ptr<ResultsHeap> results, const std::vector<at::Tensor>& heaps, uintptr_t warm_until) {
-  const auto storages = [](const std::vector<at::Tensor>& tensors) {
-    std::vector<c10::Storage> found;
-    for (const auto& each : tensors) found.push_back(each.storage());
-    return found;
-  };
+Segments segments_of(int64_t rank, const std::vector<at::Tensor>& segments, const std::array<int64_t, 6>& offsets,
+                     int64_t slot_bytes, std::shared_ptr<ResultsHeap> results) {
+  std::vector<c10::Storage> storages;
+  for (const auto& each : segments) storages.push_back(each.storage());
   const auto [flags, broken, epoch_word, posts, marks, slots] = offsets;
-  const CallContext context{{rank, static_cast<int64_t>(segments.size()), storages(segments), flags, broken, epoch_word,
-                             posts, marks, slots, slot_bytes, std::move(results), storages(heaps),
-                             reinterpret_cast<int64_t*>(warm_until)},
-                            reinterpret_cast<int64_t*>(epoch),
-                            reinterpret_cast<const int64_t*>(error_record),
-                            !segments.front().is_cpu()};
+  return {rank, static_cast<int64_t>(segments.size()), std::move(storages), flags, broken, epoch_word, posts, marks, slots,
+          slot_bytes, std::move(results)};
+}
+
+void begin_calls(PreparedCalls& calls, int64_t resets, const Segments& segments, uintptr_t epoch, uintptr_t error_record) {
+  const CallContext context{segments, reinterpret_cast<int64_t*>(epoch), reinterpret_cast<const int64_t*>(error_record),
+                            segments.storages.front().device_type() != c10::kCPU};
   calls.clear(std::make_shared<const CallContext>(context), resets);
 }
 
@@ -260,6 +256,15 @@ void bind_op_kernels(py::module_& m) {
   m.attr("POST_BYTES") = kPostBytes;
 
   bind_plans(m);
+
+  py::class_<Segments>(m, "Segments", "Where things lie in the segments of a group, and the words on results in place.")
+      .def(py::init(&segments_of))
+      .def("post", &Segments::post, "Tell the peers where a round's result is; False where they cannot write it there.")
+      .def("is_peer_late", &Segments::is_peer_late, "Whether a peer has not posted in this round yet.")
+      .def("posted", &Segments::posted, py::call_guard<py::gil_scoped_release>(),
+           "Where a peer's result of this size and stamp begins in its heap, or None where this rank may not write it.")
+      .def("mark", &Segments::mark, "Tell dst_rank that its chunk is in its result.")
+      .def("is_marked", &Segments::is_marked, "Whether src_rank has written this rank's result in this round.");
 
   py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have plans.")
       .def(py::init([](const std::string& group_name, c10::Device device, std::shared_ptr<CallLock> lock,

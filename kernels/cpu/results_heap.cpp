@@ -7,7 +7,7 @@
 
 #include <limits>
 
-#include "huge_pages.h"
+#include "pages.h"
 
 namespace py = pybind11;
 
@@ -72,17 +72,29 @@ std::optional<int64_t> ResultsHeap::place(const at::Tensor& tensor) const {
   if (!tensor.has_storage()) return std::nullopt;
   const auto* block = tensor.storage().data_ptr().cast_context<Block>(&free_block);
   if (block == nullptr || block->memory != memory_ || !memory_->in_use()) return std::nullopt;
-  return static_cast<int64_t>(block->range.key());
+  return static_cast<int64_t>(block->range.key()) + tensor.storage_offset() * static_cast<int64_t>(tensor.itemsize());
+}
+
+bool ResultsHeap::is_warm(int64_t rank, int64_t place, int64_t num_bytes) {
+  auto& [storage, warm_until] = heaps_[static_cast<size_t>(rank)];
+  const int64_t cold_bytes = place + num_bytes - warm_until;
+  if (cold_bytes <= 0) return true;
+  warm(reinterpret_cast<uintptr_t>(storage.data()) + static_cast<uintptr_t>(warm_until), static_cast<uintptr_t>(cold_bytes));
+  warm_until += cold_bytes;
+  return false;
 }
 
 void bind_results_heap(py::module_ module) {
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<ResultsHeap, std::shared_ptr<ResultsHeap>>(module, "ResultsHeap", "Results in this rank's symmetric memory, where peers can write them.")
-      .def(py::init<const at::Tensor&, size_t>(), py::arg("segment"), py::arg("least_bytes"))
+      .def(py::init<const at::Tensor&, size_t, const std::vector<at::Tensor>&>(), py::arg("segment"), py::arg("least_bytes"),
+           py::arg("heaps") = std::vector<at::Tensor>())
       .def("empty", &ResultsHeap::empty, py::arg("sizes"), py::arg("dtype"),
            "A contiguous tensor, in a block that is warm if there is one and it is not small, else in ordinary memory.")
       .def("place", &ResultsHeap::place, py::arg("tensor"),
-           "Where the tensor's storage begins in the segment, or None if it is no block that peers may write.")
+           "Where the tensor begins in the segment, or None if it is in no block that peers may write.")
+      .def("is_warm", &ResultsHeap::is_warm, py::arg("rank"), py::arg("place"), py::arg("num_bytes"), without_gil,
+           "Whether a peer's result is warm for this process: from now on it is.")
       .def("retire", &ResultsHeap::retire, "From now on hand out no block; tensors stay valid.")
       .def("trim", &ResultsHeap::trim, py::arg("bound"), without_gil,
            "Give memory of free blocks back to the system, all but `bound` bytes.")

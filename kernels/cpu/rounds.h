@@ -14,9 +14,8 @@
 #include <vector>
 
 #include "flags.h"
-#include "huge_pages.h"
+#include "pages.h"
 #include "results_heap.h"
-#include "warm.h"
 
 namespace fusedcomm {
 
@@ -36,13 +35,59 @@ struct Segments {
   int64_t marks;
   int64_t slots;
   int64_t slot_bytes;
-  std::shared_ptr<ResultsHeap> results;  // null where no result is written in place, and all below is empty
-  std::vector<c10::Storage> heaps;       // each rank's results
-  int64_t* warm_until;                   // by rank: how much of its heap this process has mapped
+  std::shared_ptr<ResultsHeap> results;  // null where no result is written in place
 
   uintptr_t address(int64_t owner) const {
     return reinterpret_cast<uintptr_t>(storages[static_cast<size_t>(owner)].data());
   }
+
+  // The words on results in place; the last one of a post is its stamp, epoch << 24 | (fingerprint ^ layout).
+
+  // Tells every peer where a round's result is, if they can write it there, and returns whether they can. `layouts`: by
+  // peer, of its chunk in the result. The stamp comes last (release).
+  bool post(const at::Tensor& result, const std::vector<int64_t>& layouts, int64_t flag_value) const {
+    const std::optional<int64_t> place = results->place(result);
+    for (int64_t step = 1; place && step < group_size; ++step) {
+      const int64_t peer = (rank + step) % group_size;
+      const uintptr_t words = post_of(peer, rank);
+      signal_word(words, *place);
+      signal_word(words + sizeof(int64_t), static_cast<int64_t>(result.nbytes()));
+      signal_word(words + 2 * sizeof(int64_t), flag_value ^ layouts[static_cast<size_t>(peer)]);
+    }
+    return place.has_value();
+  }
+
+  // Whether a peer has not posted in this round yet.
+  bool is_peer_late(int64_t epoch) const {
+    for (int64_t peer = 0; peer < group_size; ++peer) {
+      if (peer != rank && stamp_of(peer) >> kFingerprintBits != epoch) return true;
+    }
+    return false;
+  }
+
+  // Where the result of dst_rank begins in its heap, if it has posted one of this size with exactly this stamp, and it
+  // is warm for this process. All is compared before the first store: the memory of an older post may be a tensor, and
+  // a result of another layout has the chunk elsewhere.
+  std::optional<int64_t> posted(int64_t dst_rank, int64_t num_bytes, int64_t stamp) const {
+    if (results == nullptr || stamp_of(dst_rank) != stamp) return std::nullopt;
+    const uintptr_t words = post_of(rank, dst_rank);
+    const int64_t place = load_word(words);
+    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;
+    return results->is_warm(dst_rank, place, num_bytes) ? std::optional(place) : std::nullopt;
+  }
+
+  void mark(int64_t dst_rank, int64_t epoch) const { signal_word(mark_of(dst_rank, rank, epoch), epoch); }
+  bool is_marked(int64_t src_rank, int64_t epoch) const { return load_word(mark_of(rank, src_rank, epoch)) == epoch; }
+
+ private:
+  uintptr_t mark_of(int64_t owner, int64_t src_rank, int64_t epoch) const {
+    const int64_t index = epoch % kNumSlots * group_size + src_rank;
+    return address(owner) + static_cast<uintptr_t>(marks) + static_cast<uintptr_t>(index) * sizeof(int64_t);
+  }
+  uintptr_t post_of(int64_t owner, int64_t src_rank) const {
+    return address(owner) + static_cast<uintptr_t>(posts + src_rank * kPostBytes);
+  }
+  int64_t stamp_of(int64_t peer) const { return load_word(post_of(rank, peer) + 2 * sizeof(int64_t)); }
 };
 
 class Rounds {
@@ -61,7 +106,7 @@ class Rounds {
   const c10::Storage& storage(int64_t owner) const { return segments_.storages[static_cast<size_t>(owner)]; }
 
   int64_t rank() const { return segments_.rank; }
-  const c10::Storage& heap(int64_t owner) const { return segments_.heaps[static_cast<size_t>(owner)]; }
+  const c10::Storage& heap(int64_t owner) const { return segments_.results->of(owner); }
 
   // Memory for a result of the call; where peers can write it, if it will be posted.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, bool posted) const {
@@ -71,45 +116,17 @@ class Rounds {
     return made;
   }
 
-  // Tells every peer where this round's result is, if they can write it there. `layouts`: by peer, of its chunk in it.
+  // As `Segments` does, in this round.
   void post(const at::Tensor& result, const std::vector<int64_t>& layouts) {
-    const std::optional<int64_t> place = segments_.results->place(result);
-    posts_ = place.has_value();
-    for (int64_t step = 1; place && step < segments_.group_size; ++step) {
-      const int64_t peer = (segments_.rank + step) % segments_.group_size;
-      const uintptr_t words = post_of(peer, segments_.rank);
-      signal_word(words, *place);
-      signal_word(words + sizeof(int64_t), static_cast<int64_t>(result.nbytes()));
-      signal_word(words + 2 * sizeof(int64_t), flag_value() ^ layouts[static_cast<size_t>(peer)]);
-    }
+    posts_ = segments_.post(result, layouts, flag_value());
   }
-
-  // Whether a peer has not posted yet. All will if this rank has: they have made and freed the same results.
-  bool is_peer_late() const {
-    for (int64_t peer = 0; posts_ && peer < segments_.group_size; ++peer) {
-      if (peer != segments_.rank && stamp_of(peer) >> kFingerprintBits != *epoch_ + 1) return true;
-    }
-    return false;
-  }
-
-  // Where the result of dst_rank begins in its heap, if it has posted one of this size and layout for exactly this
-  // round, and it is warm for this process. All is compared before the first store: the memory of an older post may be
-  // a tensor.
+  // All peers will post if this rank has: they have made and freed the same results.
+  bool is_peer_late() const { return posts_ && segments_.is_peer_late(*epoch_ + 1); }
   std::optional<int64_t> posted(int64_t dst_rank, int64_t num_bytes, int64_t layout) const {
-    if (segments_.results == nullptr || stamp_of(dst_rank) != (flag_value() ^ layout)) return std::nullopt;
-    const uintptr_t words = post_of(segments_.rank, dst_rank);
-    const int64_t place = load_word(words);
-    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;
-    int64_t& warm_until = segments_.warm_until[dst_rank];
-    if (place + num_bytes <= warm_until) return place;
-    warm(reinterpret_cast<uintptr_t>(heap(dst_rank).data()) + static_cast<uintptr_t>(warm_until),
-         static_cast<uintptr_t>(place + num_bytes - warm_until));
-    warm_until = place + num_bytes;
-    return std::nullopt;
+    return segments_.posted(dst_rank, num_bytes, flag_value() ^ layout);
   }
-
-  void mark_in_place(int64_t dst_rank) const { signal_word(mark(dst_rank, segments_.rank), *epoch_ + 1); }
-  bool is_in_place(int64_t src_rank) const { return load_word(mark(segments_.rank, src_rank)) == *epoch_ + 1; }
+  void mark_in_place(int64_t dst_rank) const { segments_.mark(dst_rank, *epoch_ + 1); }
+  bool is_in_place(int64_t src_rank) const { return segments_.is_marked(src_rank, *epoch_ + 1); }
 
   void signal(int64_t dst_rank) const { signal_word(flag(dst_rank, segments_.rank), flag_value()); }
 
@@ -143,16 +160,6 @@ class Rounds {
     const int64_t index = slot() * segments_.group_size + src_rank;
     return segments_.address(owner) + segments_.flags + static_cast<uintptr_t>(index) * sizeof(int64_t);
   }
-
-  uintptr_t mark(int64_t owner, int64_t src_rank) const {
-    const int64_t index = slot() * segments_.group_size + src_rank;
-    return segments_.address(owner) + static_cast<uintptr_t>(segments_.marks) +
-           static_cast<uintptr_t>(index) * sizeof(int64_t);
-  }
-  uintptr_t post_of(int64_t owner, int64_t src_rank) const {
-    return segments_.address(owner) + static_cast<uintptr_t>(segments_.posts + src_rank * kPostBytes);
-  }
-  int64_t stamp_of(int64_t peer) const { return load_word(post_of(segments_.rank, peer) + 2 * sizeof(int64_t)); }
 
   const Segments& segments_;
   int64_t* epoch_;

@@ -63,7 +63,7 @@ def warm_results(workspace: Workspace) -> None:
     for _ in range(3):
         workspace.results.empty([RESULTS_BYTES], torch.uint8)
     for rank in range(workspace.group_size):
-        workspace.results.at_peer(rank, 0, RESULTS_BYTES)
+        workspace.results.heap.is_warm(rank, 0, RESULTS_BYTES)
 
 
 class Guarded:

@@ -37,7 +37,6 @@ struct Ranks {
   std::vector<at::Tensor> segments;
   std::vector<at::Tensor> heaps;
   std::vector<std::shared_ptr<ResultsHeap>> results;
-  std::array<std::array<int64_t, kRanks>, kRanks> warm_until{};
   std::array<int64_t, kRanks> epochs{};
   int64_t no_error = 0;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
@@ -48,8 +47,8 @@ struct Ranks {
       segments.push_back(tensor_over(memory.back(), kSlots + kNumSlots * kSlotBytes));
       memory.push_back(allocator()->alloc(kHeapBytes, 0, std::nullopt));
       heaps.push_back(tensor_over(memory.back(), kHeapBytes));
-      results.push_back(std::make_shared<ResultsHeap>(heaps.back(), 0));
     }
+    for (const at::Tensor& own : heaps) results.push_back(std::make_shared<ResultsHeap>(own, 0, heaps));
   }
   ~Ranks() {
     results.clear();
@@ -57,16 +56,12 @@ struct Ranks {
   }
 
   std::shared_ptr<const CallContext> context(int64_t rank) {
-    const auto storages = [](const std::vector<at::Tensor>& tensors) {
-      std::vector<c10::Storage> found;
-      for (const auto& each : tensors) found.push_back(each.storage());
-      return found;
-    };
+    std::vector<c10::Storage> storages;
+    for (const auto& each : segments) storages.push_back(each.storage());
     const auto index = static_cast<size_t>(rank);
-    return std::make_shared<const CallContext>(
-        CallContext{{rank, kRanks, storages(segments), kFlags, kBroken, kEpoch, kPosts, kMarks, kSlots, kSlotBytes,
-                     results[index], storages(heaps), warm_until[index].data()},
-                    &epochs[index], &no_error});
+    return std::make_shared<const CallContext>(CallContext{
+        {rank, kRanks, std::move(storages), kFlags, kBroken, kEpoch, kPosts, kMarks, kSlots, kSlotBytes, results[index]},
+        &epochs[index], &no_error});
   }
 };
 

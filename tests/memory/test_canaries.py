@@ -124,8 +124,8 @@ def check_overrun_of_a_result(rank: int) -> str:
     post, posted, num_bytes = Workspace.post, Workspace.posted, 8
 
     def late(self: Workspace, result: torch.Tensor, *layouts_and_fingerprint: Any) -> bool:
-        if self.results is not None and self.results.place(result) is not None:
-            wait_until(lambda: self.all_have_posted())
+        if self.results is not None and self.results.heap.place(result) is not None:
+            wait_until(lambda: not self.posts.is_peer_late(self.epoch + 1))
         return post(self, result, *layouts_and_fingerprint)
 
     def overrun(self: Workspace, dst_rank: int, *what: int) -> torch.Tensor | None:

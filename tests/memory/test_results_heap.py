@@ -23,7 +23,7 @@ from tests.helpers.heaps import BYTES, MB, NUMEL, PAGE, in_heap, make_heap, plac
 from tests.helpers.symmetric_memory import CPU, native
 
 ROOT = Path(__file__).parents[2]
-SPAN = 1024  # results from one look at what is needed to the next: kernels/cpu/demand.h
+SPAN = 1024  # results from one look at what is needed to the next: kernels/cpu/heap_memory.h
 
 
 def stats(heap: Any) -> tuple[int, int, int, int]:

@@ -90,7 +90,7 @@ def test_a_result_that_is_given_is_not_posted(rank: int) -> None:
         warm_up(group, TO_ALL)
         (out,) = results_of(group, TO_ALL)
         workspace = member_of(group).workspace
-        assert workspace.results.place(out) is not None
+        assert workspace.results.heap.place(out) is not None
         for seed in range(WARM_UP):
             *args, _ = TO_ALL.dispatched(integers(TO_ALL, rank, 2, seed=seed))
             after_peers(group, seed % 2)
@@ -234,7 +234,7 @@ def test_ranks_of_one_wire_may_want_other_layouts(rank: int, prepared: bool) -> 
             results = results_of(group, own, seed)
             assert_exact(results, wanted(group, own, seed))
             assert arrived(group) == []
-            assert member_of(group).workspace.results.place(results[0]) is not None  # and so it was posted
+            assert member_of(group).workspace.results.heap.place(results[0]) is not None  # and so it was posted
             del results
         after_peers(group, 0)  # which finds the post of rank 1
         assert_exact(results_of(group, RUNS), wanted(group, RUNS))
@@ -286,6 +286,6 @@ def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
     with chunked_group() as group:
         warm_up(group, TO_ALL)
         (result,) = results_of(group, TO_ALL)
-        assert member_of(group).workspace.results.place(result) is not None
+        assert member_of(group).workspace.results.heap.place(result) is not None
         assert not symm_mem.is_symm_mem_tensor(result)
         assert symm_mem.rendezvous(result, group) is symm_mem.rendezvous(torch.empty(4), group) is None

@@ -128,7 +128,7 @@ def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, plans: boo
         results = member_of(group).workspace.results
         freed = results.empty([4096], torch.float32)  # where the result of SMALL goes
         around = [results.empty([4096], torch.float32).fill_(7) for _ in range(7)]
-        assert results.place(freed) == 0 and None not in map(results.place, around)
+        assert results.heap.place(freed) == 0 and None not in map(results.heap.place, around)
         del freed
         dist.barrier(group)
         if rank:
@@ -151,7 +151,7 @@ def test_a_child_of_a_process_whose_peer_writes(rank: int, tmp_path: Path) -> No
             others = [heap.empty(held[0].shape, torch.float32).fill_(9) for _ in range(8)]
             with pytest.raises(RuntimeError, match="was forked from rank"):
                 results_of(group, TO_ALL, 1)
-            return bool((held[0].fill_(9) == 9).all()) and not any(map(heap.place, others))
+            return bool((held[0].fill_(9) == 9).all()) and not any(map(heap.heap.place, others))
 
         with python_calls() as ran:
             if rank == 0:
@@ -187,7 +187,7 @@ def test_an_exception_between_post_and_signal(rank: int) -> None:
                 fails.setattr(Workspace, "signal", fail)
             with pytest.raises(MemoryError if rank else fusedcomm.PeerError):
                 results_of(group, TO_ALL, 1)
-        assert results.place(results.empty([6, 7], torch.float32)) is None
+        assert results.heap.place(results.empty([6, 7], torch.float32)) is None
         dist.barrier(group)
         fusedcomm.reset(group)
         warm_up(group, TO_ALL)

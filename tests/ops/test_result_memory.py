@@ -32,7 +32,7 @@ def test_only_results_that_are_posted_take_blocks(rank: int, problem: Problem, p
             results = results_of(group, problem, seed)
             assert_exact(results, wanted(group, problem, seed))
             made = member_of(group).workspace.results
-            placed = [made.place(each) is not None for each in results]
+            placed = [made.heap.place(each) is not None for each in results]
             del results
         assert placed == POSTED[problem]
 

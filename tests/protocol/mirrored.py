@@ -47,16 +47,16 @@ MIRRORED: Mirrors = {
     },
     "results.ResultsInPlace": {
         "kernels/cpu/rounds.h": (
-            "empty post post_of is_peer_late stamp_of posted mark_in_place mark is_in_place",
-            "0c6a62d6e97a",
+            "post post_of is_peer_late stamp_of posted mark mark_of is_marked",
+            "249c45352355",
         ),
-        "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "6c939b028934"),
+        "kernels/cpu/results_heap.cpp": ("place is_warm", "1b5af1c331e4"),
+        "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "525f04ce70f5"),
         "kernels/cpu/plan.cpp": ("ask", "57b7018701c4"),
-        "fusedcomm/memory/posts.py:Posts": ("post has_come find _stamp mark is_marked", "da7d40393bca"),
-        "fusedcomm/memory/results.py:Results": ("at_peer retire", "a3ac5fff8b70"),
+        "fusedcomm/memory/results.py:Results": ("retire", "dbd65e5824f4"),
         "fusedcomm/memory/workspace.py:Workspace": (
-            "post all_have_posted posted _stamp _retire_results",
-            "8f416f539d2c",
+            "post posted _stamp _retire_results",
+            "f9e2c79b7ed6",
         ),
         "fusedcomm/memory/group_member.py:Member": ("close _make_results _drop_results _share", "a99e27c81ac4"),
     },

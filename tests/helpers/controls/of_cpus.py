@@ -8,7 +8,6 @@ PREPARED = "fusedcomm/ops/prepared.py"
 PLAN = "kernels/cpu/plan.cpp"
 PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
 TRAINING_CALLS = "kernels/cpu/training_calls.cpp"
-POSTS = "fusedcomm/memory/posts.py"
 MEMBERS = "fusedcomm/memory/members.py"
 
 CONTROLS: dict[str, Control] = {
@@ -100,64 +99,34 @@ CONTROLS: dict[str, Control] = {
     ),
     # results in place
     "a post is of this round": Control(
-        POSTS,
-        "        if self._stamp(peer) != stamp:\n",
-        "        if (found := self._stamp(peer)) > stamp or (found ^ stamp) & 0xFFFFFF:\n",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
-    ),
-    "a post is of this round in a prepared call too": Control(
         "kernels/cpu/rounds.h",
-        "stamp_of(dst_rank) != (flag_value() ^ layout)",
-        "((stamp_of(dst_rank) ^ flag_value() ^ layout) & 0xFFFFFF) != 0",
+        "stamp_of(dst_rank) != stamp",
+        "((stamp_of(dst_rank) ^ stamp) & 0xFFFFFF) != 0",
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
     ),
-    "a post is of this call in a prepared call too": Control(
+    "a post is of this call": Control(
         "kernels/cpu/rounds.h",
-        "stamp_of(dst_rank) != (flag_value() ^ layout)",
-        "stamp_of(dst_rank) >> kFingerprintBits != *epoch_ + 1",
+        "stamp_of(dst_rank) != stamp",
+        "stamp_of(dst_rank) >> kFingerprintBits != stamp >> kFingerprintBits",
         "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
     ),
     "a post has the size that is written": Control(
-        POSTS,
-        "        return int(place) if size == num_bytes else None",
-        "        return int(place)",
-        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[python]",
-    ),
-    "a post has the size that is written in a prepared call too": Control(
         "kernels/cpu/rounds.h",
         "    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;\n",
         "",
         "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[prepared]",
     ),
-    "a mark is of this round in a prepared call too": Control(
+    "a mark is of this round": Control(
         "kernels/cpu/rounds.h",
-        "load_word(mark(segments_.rank, src_rank)) == *epoch_ + 1;",
-        "load_word(mark(segments_.rank, src_rank)) > 0;",
+        "load_word(mark_of(rank, src_rank, epoch)) == epoch;",
+        "load_word(mark_of(rank, src_rank, epoch)) > 0;",
         "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
     ),
-    "a post is of this call": Control(
-        POSTS,
-        "        if self._stamp(peer) != stamp:\n",
-        "        if self._stamp(peer) >> 24 != stamp >> 24:\n",
-        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[python]",
-    ),
     "a post is of this layout": Control(
-        POSTS,
-        "        if self._stamp(peer) != stamp:\n",
-        "        if self._stamp(peer) >> 24 != stamp >> 24:\n",
-        "tests/ops/test_in_place.py::test_ranks_of_one_wire_may_want_other_layouts[python]",
-    ),
-    "a post is of this layout in a prepared call too": Control(
         "kernels/cpu/rounds.h",
-        "stamp_of(dst_rank) != (flag_value() ^ layout)",
-        "stamp_of(dst_rank) >> kFingerprintBits != *epoch_ + 1",
+        "stamp_of(dst_rank) != stamp",
+        "stamp_of(dst_rank) >> kFingerprintBits != stamp >> kFingerprintBits",
         "tests/ops/test_in_place.py::test_ranks_of_one_wire_may_want_other_layouts[prepared]",
-    ),
-    "a mark is of this round": Control(
-        POSTS,
-        "self._layout.mark(epoch, src_rank)) == epoch)",
-        "self._layout.mark(epoch, src_rank)) > 0)",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
     ),
     "a result that the caller gives is not posted": Control(
         "fusedcomm/plan/moves.py",

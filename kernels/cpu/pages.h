@@ -1,4 +1,5 @@
-// Warm memory: pages that are there, and mapped for writing, before anything is written.
+// Pages of fresh memory: a fault per 4 KiB costs more than the copy that fills them. So they are large, or warm: there,
+// and mapped for writing, before anything is written.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,6 +17,14 @@ namespace fusedcomm {
 inline uintptr_t page_bytes() {
   static const auto bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   return bytes;
+}
+
+// Asks for huge pages inside [address, address + num_bytes); without effect where the system has none.
+inline void prefer_huge_pages(uintptr_t address, uintptr_t num_bytes) {
+  constexpr uintptr_t kHugePage = 2u << 20;
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + num_bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
 // Writes each page as it is, whoever else writes there at the same time.
