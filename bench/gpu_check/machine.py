@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from fusedcomm.bench.gpu_check import child
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.machine import environment
 from fusedcomm.memory import triton_probe
-from fusedcomm.tools import doctor_gpus
 
 
 def cases(device: torch.device) -> child.Cases:
@@ -18,16 +18,23 @@ def cases(device: torch.device) -> child.Cases:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    found = doctor_gpus.survey()
     facts = {
         **{key: value for key, value in run_facts().items() if key != "command"},
-        "driver": found.driver,
-        "cuda_driver": found.cuda_driver,
-        "nvml_failure": found.failure,
+        **_driver(),
         "environment": environment(),
         "triton_cannot_launch": triton_probe.cannot_launch(device),
     }
     return {**facts, "gpu": _gpu()} if device.type == "cuda" else facts
+
+
+def _driver() -> dict[str, str | None]:
+    try:
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        driver, cuda = nvml.nvmlSystemGetDriverVersion(), nvml.nvmlSystemGetCudaDriverVersion()
+    except Exception as error:  # not installed, no driver, a driver of another version
+        return {"driver": None, "cuda_driver": None, "nvml_failure": f"{type(error).__name__}: {error}"}
+    return {"driver": driver, "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}", "nvml_failure": None}
 
 
 def _gpu() -> dict[str, Any]:
