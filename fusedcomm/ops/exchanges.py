@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.plan.geometry import plain, shapes
+from fusedcomm.plan.geometry import payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 
 
@@ -40,23 +40,23 @@ def all_reduced(args: Arguments) -> list[int]:
 
 def all_to_all(args: Arguments) -> Exchange:
     where = (args.gather_dim, args.scatter_dim, args.group_size, args.splits)
-    return shapes.of(plain.all_to_all, args.x.shape, *where)
+    return shapes.of(payloads.all_to_all, args.x.shape, *where)
 
 
 def all_gather(args: Arguments) -> Exchange:
-    return shapes.of(plain.all_gather, args.x.shape, args.gather_dim, args.group_size, args.splits)
+    return shapes.of(payloads.all_gather, args.x.shape, args.gather_dim, args.group_size, args.splits)
 
 
 def reduce_scatter(args: Arguments) -> Exchange:
     where = (args.reduce_op, args.scatter_dim, args.group_size, args.splits)
-    return shapes.of(plain.reduce_scatter, args.x.shape, *where)
+    return shapes.of(payloads.reduce_scatter, args.x.shape, *where)
 
 
 def all_reduce(args: Arguments) -> Exchange:
-    return shapes.of(plain.all_reduce, args.x.shape, args.reduce_op, args.group_size)
+    return shapes.of(payloads.all_reduce, args.x.shape, args.reduce_op, args.group_size)
 
 
 def plainly_all_reduced(args: Arguments) -> list[int]:
     """The shape of the result of all_reduce."""
-    plain.check_all_reduce(args.x.shape, args.reduce_op, args.group_size)
+    payloads.check_all_reduce(args.x.shape, args.reduce_op, args.group_size)
     return [*args.x.shape]

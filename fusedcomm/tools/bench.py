@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import overhead, plain, table, trace
+from fusedcomm.bench import bench_plain, overhead, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -35,7 +35,7 @@ ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
 OVERHEAD, PLAIN = "overhead", "plain"
-_OTHERS = {OVERHEAD: overhead.run, PLAIN: plain.run}
+_OTHERS = {OVERHEAD: overhead.run, PLAIN: bench_plain.run}
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 
 
@@ -70,7 +70,9 @@ def add_parser(commands: Any) -> None:
     overhead.add_arguments(what.add_parser(OVERHEAD, **describe, epilog=example))
     text = "the collectives without a matmul beside the backend's own"
     describe = {"help": text, "description": f"Measures {text}, and prints a table. {EXIT_CODES}"}
-    plain.add_arguments(what.add_parser(PLAIN, **describe, epilog="example: fusedcomm bench plain --op all_reduce"))
+    bench_plain.add_arguments(
+        what.add_parser(PLAIN, **describe, epilog="example: fusedcomm bench plain --op all_reduce")
+    )
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.bench import plain
+from fusedcomm.bench import bench_plain as plain
 from fusedcomm.tools import main
 from tests.helpers.on_ranks import on_ranks
 
