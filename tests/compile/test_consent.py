@@ -88,7 +88,17 @@ def read_before_it_is_sent(x: Tensor, w: Tensor, me: int) -> Any:
     return *sums, sent, *rows, *alone, [y.norm() for y in ys] if me == 0 else None
 
 
-PROGRAMS = [logged, one_of_three, scattered, own_bias, own_number, own_norm, logged_between, small_ones, read_before_it_is_sent]
+PROGRAMS = [
+    logged,
+    one_of_three,
+    scattered,
+    own_bias,
+    own_number,
+    own_norm,
+    logged_between,
+    small_ones,
+    read_before_it_is_sent,
+]
 
 
 def run(program: Program, overlap: bool, me: int, n: int = N) -> CompileReport:

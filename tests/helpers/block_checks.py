@@ -160,7 +160,7 @@ def outcome_of(case: Case, group: Any, seed: int) -> Outcome:
     left = dict(zip(phases, map(collectives_left, graphs), strict=True))
     fused: dict[str, Counter[str]] = {phase: Counter() for phase in left}
     for line in report.collectives:
-        if line.status == "fused":
+        if line.status == "fused" and line.op is not None:
             fused[line.graph][line.op] += 1
     return Outcome([str(line) for line in report.collectives], fused, left, saved[0], *found)
 
