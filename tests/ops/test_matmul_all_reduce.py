@@ -17,7 +17,9 @@ from tests.helpers.spies import pushed
     "x, w, shape, split_dim",
     [
         ((12, 5), (5, 8), [12, 8], 0),
-        ((4, 5), (5, 8), [4, 8], 1),  # wide: each rank reads all of x, and a part of w
+        ((4, 5), (5, 8), [4, 8], 0),
+        ((128, 5), (5, 136), [128, 136], 1),  # wide: each rank reads all of x, and a part of w
+        ((124, 5), (5, 136), [124, 136], 0),  # few rows
         ((7, 5), (5, 8), [7, 8], 1),
         ((7, 5), (5, 9), [8, 9], 0),  # nothing divides: a row more
         ((2, 7, 5), (5, 9), [16, 9], 0),

@@ -15,6 +15,7 @@ from fusedcomm.plan.geometry.shapes import (
     _gathered,
     _is_symbolic,
     _with,
+    cuts_columns,
     of,
 )
 from fusedcomm.plan.geometry.spans import block_shape
@@ -67,11 +68,11 @@ def reduce_scatter(x: Shape, reduce_op: str, scatter_dim: int, group_size: int, 
 def all_reduce(x: Shape, reduce_op: str, group_size: int) -> Exchange:
     """The ranks' sum or average: each rank reduces one block of x as [rows, n] and gathers the others.
 
-    Columns are cut where they are more than rows. Where R divides neither, the Exchange is that of a few more rows.
+    Where R divides neither rows nor columns, the Exchange is that of a few more rows.
     """
     check_all_reduce(x, reduce_op, group_size)
     rows, n = math.prod(x[:-1]), x[-1]
-    by_columns = n % group_size == 0 and (n > rows or rows % group_size != 0)
+    by_columns = cuts_columns(rows, n, group_size)
     padding = 0 if by_columns else -rows % group_size
     blocks = [rows + padding, n]
     exchange = _reduce(blocks, int(by_columns), (blocks, int(by_columns)), group_size, reduce_op)

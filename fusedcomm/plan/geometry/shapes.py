@@ -21,6 +21,7 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import block_shape
 
 REDUCE_OPS = ("sum", "avg")
+_MIN_ROWS = 32  # of a rank's block; chosen
 OP_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Shape = Sequence[int]
 
@@ -140,8 +141,7 @@ def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Ex
     rows, n = math.prod(x[:-1]), w[-1]
     lead = [*x[:-1]] if len(w) > 2 else [rows]
     y, out = [*lead, n], [*x[:-1], n]
-    divides_rows, divides_n = rows % group_size == 0, n % group_size == 0
-    if divides_n and (n > rows or not divides_rows):  # cut columns read x once per rank, cut rows read w once per rank
+    if cuts_columns(rows, n, group_size):
         split_dim = len(lead)
     else:
         split_dim = next((dim for dim, size in enumerate(lead) if size % group_size == 0), len(lead) - 1)
@@ -205,6 +205,15 @@ def _gather(
         cut=cut,
         largest=largest,
     )
+
+
+def cuts_columns(rows: int, n: int, group_size: int) -> bool:
+    """Whether an all_reduce of [rows, n] is cut into blocks of columns.
+
+    Cut columns read x once per rank, and cut rows read w. A few rows are multiplied once, and sent as one run.
+    """
+    wide = n > rows >= _MIN_ROWS * group_size
+    return n % group_size == 0 and (wide or rows % group_size != 0)
 
 
 def check_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> None:
