@@ -78,11 +78,17 @@ class PeerMismatchError(PeerError):
 
 def _next_step(error: PeerError, differs: str | None, left: bool) -> str:
     if isinstance(error, PeerTimeoutError) and not left:
-        first = "if a rank was only late, raise FUSEDCOMM_TIMEOUT_S on all ranks"
+        first = (
+            "if a rank was only late, raise FUSEDCOMM_TIMEOUT_S on all ranks; if it was in a collective of "
+            "torch.distributed, run that by fusedcomm, compiled with enable(), on all ranks or on none"
+        )
     elif differs is not None:
         first = f"make {differs} the same on all ranks"
     elif isinstance(error, PeerMismatchError):
-        first = "set FUSEDCOMM_CHECK=1 on all ranks, and the error names what differs"
+        first = (
+            "set FUSEDCOMM_CHECK=1 on all ranks, and the error names what differs; if one rank alone has compiled "
+            "again, compile on all"
+        )
     else:
         first = "read what the other ranks have raised or logged"
     folder = env.dump_dir()
