@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.memory.group import Group, rank_of, resolve
 from fusedcomm.nn.token_splits import gathered
-from fusedcomm.ops import splits
 from fusedcomm.ops.arguments import check_tensor
 from fusedcomm.ops.call_check import same_collective
-from fusedcomm.plan.geometry.cut import Splits, chunk_parts
-from fusedcomm.run.reference import MOVED, bytes_of
+from fusedcomm.plan.geometry.cut import Splits, chunk_parts, cut_of
+from fusedcomm.run.reference import MOVED, all_gather, bytes_of
+from fusedcomm.run.unfused import pads
 
 
 def shard_tokens(batch: Any, dim: Any = 1, group: Group = None) -> Any:
@@ -106,7 +107,9 @@ class _Unsharded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, dim: int, given: Splits, group_size: int, group_name: str) -> Tensor:
         sent = t if t.dtype in MOVED else bytes_of(t)
-        whole = splits.all_gather(sent, dim, given, group_size, group_name)
+        cut = cut_of(given, sent.shape[dim], None, group_size)
+        outer = math.prod(size for i, size in enumerate(sent.shape) if i != dim % sent.ndim)
+        whole = all_gather(sent, dim, group_size, group_name, cut, pads("all_gather", cut, outer, sent))
         whole = whole if sent is t else whole.contiguous().view(t.dtype).squeeze(-1)
         sizes = given.gather_splits
         if sizes is None:

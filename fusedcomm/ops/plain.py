@@ -42,7 +42,10 @@ def all_to_all(
         scatter_dim: another dim of x, along which it is cut as torch.chunk does; ranks behind its last chunk get
             nothing.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        gather_splits, gather_size, scatter_splits, scatter_ranges: as in `matmul_all_to_all`.
+        gather_splits: every rank's size at gather_dim, as in `matmul_all_to_all`.
+        gather_size: the sum of these sizes, as there.
+        scatter_splits: the size of every rank's part of scatter_dim, as there.
+        scatter_ranges: (start, length) of every rank's part, as there.
 
     Returns:
         A contiguous tensor of the exchanged x's shape.
@@ -79,7 +82,8 @@ def all_gather(
         x: at least 1-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         gather_dim: a dim of x; negative ones count from the end.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        gather_splits, gather_size: as in `all_gather_matmul`.
+        gather_splits: every rank's size at gather_dim, as in `all_gather_matmul`.
+        gather_size: the sum of these sizes, as there.
 
     Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dim, in the
     same order of calls. Autocast leaves x as it is. The gradient of x is `reduce_scatter` of the result's gradient.
@@ -114,7 +118,8 @@ def reduce_scatter(
         scatter_dim: a dim of x, along which it is cut as torch.chunk does; negative ones count from the end.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
-        scatter_splits, scatter_ranges: as in `matmul_reduce_scatter`.
+        scatter_splits: the size of every rank's part of scatter_dim, as in `matmul_reduce_scatter`.
+        scatter_ranges: (start, length) of every rank's part, as there.
 
     Returns:
         A contiguous tensor, equal from run to run as `matmul_reduce_scatter` is: added in float32 and rounded once.

@@ -62,13 +62,18 @@ def inputs(rank: int, count: int = 1, sharded: bool = True) -> list[Tensor]:
 
 
 def step(call: Callable[..., Tensor], xs: list[Tensor], module: nn.Module) -> tuple[list[Any], list[str], list[str]]:
-    """The result and the gradients of xs and of the parameters, the ops, and the plain collectives."""
+    """The result and the gradients of xs and of the parameters, the ops by their wires, and torch's collectives."""
     module.zero_grad()
     with Dispatched() as spy:
         y = call(*xs)
         y.backward(torch.arange(1.0, 1.0 + y.numel()).view(y.shape).sin())
     grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
-    return [y.detach(), *(x.grad for x in xs), *grads], spy.names("fusedcomm"), spy.names("_c10d_functional")
+    return [y.detach(), *(x.grad for x in xs), *grads], by_wire(spy), spy.names("_c10d_functional")
+
+
+def by_wire(spy: Dispatched) -> list[str]:
+    """The names of ops. A sum that is ready is sent as its product would be."""
+    return [{"reduce_scatter": SCATTER, "all_reduce": REDUCE}.get(name, name) for name in spy.names("fusedcomm")]
 
 
 def assert_close(found: list[Any], wants: list[Any]) -> None:

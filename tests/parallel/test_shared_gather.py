@@ -32,6 +32,7 @@ from tests.helpers.prepared_attention import (
     alike,
     assert_close,
     attention,
+    by_wire,
     each_once,
     inputs,
     step,
@@ -359,6 +360,6 @@ def test_layers_that_fsdp_wraps_by_themselves(rank: int, training: bool) -> None
     else:
         with torch.no_grad(), Dispatched() as spy:
             wants, found = ([module(*inputs(rank))] for module in modules)
-        names = spy.names("fusedcomm")
+        names = by_wire(spy)
     assert_close(found, wants)
     assert names == [SCATTER] * training

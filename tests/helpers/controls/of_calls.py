@@ -373,9 +373,9 @@ CONTROLS: dict[str, Control] = {
         "tests/nn/test_changed_layers.py::test_gradients_that_some_ranks_lack",
     ),
     "a shared gradient is one call, whatever a rank multiplies for it": Control(
-        "fusedcomm/ops/call_arguments.py",
-        "        if self.k is None:",
-        "        if self.w is not None:",
+        "fusedcomm/plan/planner.py",
+        "fingerprint_of(KINDS[op], dtype",
+        "fingerprint_of(op, dtype",
         "tests/parallel/test_reading_hooks.py::test_one_rank_changes_the_gradient[chunked]",
     ),
     "all plans of a group take bounded memory": Control(
