@@ -108,7 +108,7 @@ class _Unsharded(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, dim: int, given: Splits, group_size: int, group_name: str) -> Tensor:
         sent = t if t.dtype in MOVED else bytes_of(t)
         cut = cut_of(given, sent.shape[dim], None, group_size)
-        outer = math.prod(size for i, size in enumerate(sent.shape) if i != dim % sent.ndim)
+        outer = math.prod([size for i, size in enumerate(sent.shape) if i != dim % sent.ndim])  # which Dynamo traces
         whole = all_gather(sent, dim, group_size, group_name, cut, pads("all_gather", cut, outer, sent))
         whole = whole if sent is t else whole.contiguous().view(t.dtype).squeeze(-1)
         sizes = given.gather_splits
