@@ -59,7 +59,7 @@ class Outcome:
     """What a rank found. Each difference is relative to the largest value."""
 
     lines: list[str]  # the report's
-    fused: dict[str, Counter[str]]  # by graph: ops, each as often as it stands for an exchange
+    ops: dict[str, Counter[str]]  # by graph: fusedcomm's, each as often as it stands for a collective
     left: dict[str, list[tuple[str, str]]]  # by graph: the other collectives, their names and shapes
     saved_bytes: int  # what the compiled forward keeps for the backward, besides its inputs
     from_eager: Differences  # by value: from the same program in eager, on this rank
@@ -67,18 +67,15 @@ class Outcome:
 
     def __str__(self) -> str:
         parts = []
-        for graph, ops in self.fused.items():
+        for graph, ops in self.ops.items():
             left = ", ".join(f"{n} {name} {shape}" for (name, shape), n in Counter(self.left[graph]).items())
-            parts.append(f"{graph}: {ops.total()} fused {dict(ops)}; left: {left or 'none'}")
+            parts.append(f"{graph}: {dict(ops)}; left: {left or 'none'}")
         for other, by in (("eager", self.from_eager), ("one process", self.from_one)):
             if by:
                 parts.append(f"worst difference from {other}: {max(by.values()):.1e}, {max(by, key=by.__getitem__)}")
         if self.saved_bytes:
             parts.append(f"saved for the backward: {self.saved_bytes} bytes")
         return "\n".join(parts)
-
-    def names_left(self, graph: str) -> Counter[str]:
-        return Counter(name for name, _ in self.left[graph])
 
 
 def interpreted(gm: Any, inputs: list[Any]) -> Any:
@@ -158,11 +155,11 @@ def outcome_of(case: Case, group: Any, seed: int) -> Outcome:
             assert len(graphs) == num_graphs, "another number of tokens must not compile the program again"
     phases = ["inference"] if case.inference else ["forward", "backward"]
     left = dict(zip(phases, map(collectives_left, graphs), strict=True))
-    fused: dict[str, Counter[str]] = {phase: Counter() for phase in left}
+    ops: dict[str, Counter[str]] = {phase: Counter() for phase in left}
     for line in report.collectives:
-        if line.status == "fused" and line.op is not None:
-            fused[line.graph][line.op] += 1
-    return Outcome([str(line) for line in report.collectives], fused, left, saved[0], *found)
+        if line.op is not None:
+            ops[line.graph][line.op] += 1
+    return Outcome([str(line) for line in report.collectives], ops, left, saved[0], *found)
 
 
 @contextmanager

@@ -44,7 +44,6 @@ class Fragment:
     make: Callable[[int], tuple[Program, list[tuple[int, ...]]]]
     forward: list[str]  # ops of fusedcomm, one for each call
     backward: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # collectives that stay, in either graph
     grad: bool = True
     frozen: tuple[int, ...] = ()  # arguments without a gradient
     exact: bool = True
@@ -67,12 +66,13 @@ def fragment(forward: list[str], backward: list[str] | None = None, **options: A
     return add
 
 
-M2A, A2M, AGM, MRS, MAR = (
+M2A, A2M, AGM, MRS, MAR, A2A = (
     "matmul_all_to_all",
     "all_to_all_matmul",
     "all_gather_matmul",
     "matmul_reduce_scatter",
     "matmul_all_reduce",
+    "all_to_all",
 )
 
 
@@ -161,7 +161,7 @@ def packed_q_k_v(r: int) -> Any:
     return program, [(B, T, K), (3 * N, K)]
 
 
-@fragment([M2A, M2A], [M2A], left=["all_to_all_single"])  # a matmul goes into one op
+@fragment([M2A, M2A], [A2A, M2A])  # a matmul goes into one op
 def experts(r: int) -> Any:
     def program(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return AllToAll.apply(AllToAll.apply(x @ up) @ down)
@@ -197,10 +197,10 @@ def under_autocast(r: int) -> Any:
 
 
 # torch 2.11 keeps what the exchanges return; later ones run both again, the second for grad wo alone
-RECOMPUTED = [] if hasattr(TagActivationCheckpoint, "tag_nodes") else [M2A]
+RECOMPUTED = [] if hasattr(TagActivationCheckpoint, "tag_nodes") else [M2A, A2A]
 
 
-@fragment([M2A, A2M], [*RECOMPUTED, M2A, A2M], left=["all_to_all_single" for _ in RECOMPUTED], exact=False)
+@fragment([M2A, A2M], [*RECOMPUTED, M2A, A2M], exact=False)
 def checkpointed(r: int) -> Any:
     from torch.utils.checkpoint import checkpoint
 
@@ -231,7 +231,7 @@ def dynamic_batch_and_tokens(r: int) -> Any:
     return program, [(B, T, K), (K, N), (N, K)]
 
 
-@fragment([M2A], [], frozen=(0,), left=["all_to_all_single"])
+@fragment([M2A], [A2A], frozen=(0,))
 def frozen_input(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Tensor:
         return heads_first((x @ w).view(B, T, HEADS, DIM), r)
