@@ -359,16 +359,16 @@ def inputs(p: Program, rank: int, call: int, dtype: torch.dtype = torch.float32)
 
 
 def program_of(p: Program, rank: int, name: str) -> Callable[..., Any]:
-    """As this rank writes it."""
-    mine = list(steps(p, rank))
+    """As this rank writes it: a line a step, as Dynamo would leave all of a loop in which a graph breaks to eager."""
 
-    def program(args: Inputs, flag: bool) -> Any:
-        x, b, *w = args
-        scope = Scope(w, b, flag)
-        for step in mine:
-            x = collective(step, x, p.size, rank, name) if isinstance(step, str) else step(x, scope)
-        return x, scope.extras
+    def communicate(kind: str) -> Step:
+        return lambda x, scope: collective(kind, x, p.size, rank, name)
 
+    mine = [communicate(step) if isinstance(step, str) else step for step in steps(p, rank)]
+    names: dict[str, Any] = {"Scope": Scope, **{f"step_{i}": step for i, step in enumerate(mine)}}
+    lines = ["x, b, *w = args", "scope = Scope(w, b, flag)", *(f"x = step_{i}(x, scope)" for i in range(len(mine)))]
+    exec("\n    ".join(["def program(args, flag):", *lines, "return x, scope.extras"]), names)
+    program: Callable[..., Any] = names["program"]
     return program
 
 
