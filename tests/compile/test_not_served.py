@@ -69,9 +69,8 @@ def test_a_rank_that_compiles_again_alone_behind_a_change_that_all_agreed_to(ran
         return a + b, a.norm() if logs else None
 
     x = torch.ones(N, N)
-    with short_group() as group, torch.no_grad(), no_latency():
-        with fusedcomm.compile.enabled(overlap=True) as report:
-            compiled = torch.compile(program, backend=interpreted)
-            compiled(x, False)
-            assert any(line.status == "merged" for line in report.collectives)
-            failure(lambda: compiled(x, rank == 0))
+    with short_group() as group, torch.no_grad(), no_latency(), fusedcomm.compile.enabled(overlap=True) as report:
+        compiled = torch.compile(program, backend=interpreted)
+        compiled(x, False)
+        assert any(line.status == "merged" for line in report.collectives)
+        failure(lambda: compiled(x, rank == 0))
