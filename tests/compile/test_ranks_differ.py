@@ -129,7 +129,7 @@ def test_passes(rank: int, world_size: int) -> None:
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compiled(rank: int, world_size: int) -> None:
-    check(rank, range(14 - 4 * (world_size - 2)), compiled)
+    check(rank, range(16 // world_size), compiled)
 
 
 @on_ranks(2)
