@@ -35,7 +35,6 @@ from tests.helpers.device_rules import (
 )
 from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
 from tests.helpers.problems import OPS
-from tests.helpers.tiers import nightly_but
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
@@ -45,18 +44,16 @@ PYTHON_H = Path(sysconfig.get_paths()["include"], "Python.h")
 Cases = dict[str, dict[str, Any]]  # by name
 
 
-def run(
-    compilers: Compilers, target: Target, *suites: str, timeout_s: float = 600, module: str = "launch_path"
-) -> list[Any]:
-    """Lines of a process of tests/helpers/launch_path.py, or of ``module``. It compiles the driver, and Triton its
-    launchers; kernels that the session has compiled for the target are in its folder.
+def run(compilers: Compilers, target: Target, *suites: str, timeout_s: float = 600) -> list[Any]:
+    """Lines of a process of tests/helpers/launch_path.py. It compiles the driver, and Triton its launchers; kernels
+    that the session has compiled for the target are in its folder.
     """
     if shutil.which("cc") is None or not PYTHON_H.exists():
         pytest.skip(f"a launch needs a C compiler, cc, and {PYTHON_H}")
     if not target.is_there():
         pytest.skip(f"{TRITON_36} does not exist: CI installs Triton 3.6 there")
     folder = compilers.folder(target)
-    command = [sys.executable, "-m", f"tests.helpers.{module}", str(folder), str(target.arch), *suites]
+    command = [sys.executable, "-m", "tests.helpers.launch_path", str(folder), str(target.arch), *suites]
     done = subprocess.run(command, env=target.env(folder), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -314,18 +311,6 @@ def test_parts_of_tensors_are_taken(calls: list[dict[str, Any]]) -> None:
     of_w = {f"gather, {x}" for x in ("a row of a wider x", "x behind an odd address")}
     both = {f"{kernel}, {x}" for kernel in ("push", "gather") for x in ("columns of a wider w", "batches of w apart")}
     assert by_tma == {"push, a row of a wider x", *both, *of_w}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", nightly_but([(LAUNCHED,)], [(each,) for each in TARGETS]), ids=str)
-def test_kept_launches_are_what_new_ones_would_be(target: Target, compilers: Compilers) -> None:
-    """Those that are kept by less than they must be are found (negative control)."""
-    found = run(compilers, target, module="kept_launches")
-    cases = [case for case in found if not case["left_out"]]
-    assert not [case for case in cases if case["refused"] or case["wrong"]]
-    assert all(case["kept"] == len(case["launched"]) for case in cases if case["turn"] == 1)
-    for left_out in ("alignment", "strides"):
-        assert any(case["wrong"] or case["refused"] for case in found if case["left_out"] == [left_out]), left_out
 
 
 @pytest.mark.nightly
