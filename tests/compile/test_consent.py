@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -51,19 +50,6 @@ def scattered(x: Tensor, w: Tensor, me: int) -> Any:
     return y if me else (y, b.mean())
 
 
-def own_bias(x: Tensor, w: Tensor, me: int) -> Any:
-    return reduced(x @ w + x.mean(0) / dist.get_world_size())
-
-
-def own_number(x: Tensor, w: Tensor, me: int) -> Any:
-    return heads_first(F.rms_norm((x @ w).view(1, 8, 4, 2) * (me + 1), (2,), eps=1.0), dist.get_world_size())
-
-
-def own_norm(x: Tensor, w: Tensor, me: int) -> Any:
-    y = (x @ w).view(1, 8, 4, 2)
-    return heads_first(F.rms_norm(y, (2,), eps=1e-3 if me else 1.0) if me < 2 else y.sin(), dist.get_world_size())
-
-
 def logged_between(x: Tensor, w: Tensor, me: int) -> Any:
     y = F.rms_norm((x @ w).view(1, 8, 4, 2), (2,), eps=1.0)
     return heads_first(y, dist.get_world_size()), (y.amax() if me == 0 else None)
@@ -88,17 +74,7 @@ def read_before_it_is_sent(x: Tensor, w: Tensor, me: int) -> Any:
     return *sums, sent, *rows, *alone, [y.norm() for y in ys] if me == 0 else None
 
 
-PROGRAMS = [
-    logged,
-    one_of_three,
-    scattered,
-    own_bias,
-    own_number,
-    own_norm,
-    logged_between,
-    small_ones,
-    read_before_it_is_sent,
-]
+PROGRAMS = [logged, one_of_three, scattered, logged_between, small_ones, read_before_it_is_sent]
 
 
 def run(program: Program, overlap: bool, me: int, n: int = N) -> CompileReport:
@@ -152,40 +128,3 @@ def test_the_first_that_communicates_may_have_several_results(rank: int) -> None
 
     report = run(program, True, 0, n=512)
     assert [line.status for line in report.collectives] == ["fused", "exposed"], str(report)
-
-
-def drawn(rng: random.Random) -> Program:
-    """Chains of sums, exchanges and gathers, of which rank 0 also reads some, or has numbers of its own."""
-    steps = [(rng.choice(["sum", "avg", "exchange", "gather", "scatter"]), rng.random() < 0.3) for _ in range(4)]
-    own = rng.random() < 0.3
-
-    def program(x: Tensor, w: Tensor, me: int) -> Any:
-        y, kept = x, []
-        for kind, is_read in steps:
-            z = y @ w * (0.3 * (me + 1) if own else 0.3)
-            if kind in ("sum", "avg"):
-                parts = [reduced(z.sin(), kind), reduced(y.cos(), kind)]
-            elif kind == "exchange":
-                parts = [heads_first(F.rms_norm(z.view(1, N, 4, 2), (2,)), dist.get_world_size()).reshape(N, N)]
-            elif kind == "gather":
-                parts = [all_gather(y.sin(), 0, world())[:N] @ w, y]
-            else:
-                parts = [reduce_scatter(t.contiguous(), "sum", 0, world()) for t in (z, y.sin())]
-                parts = [torch.cat([part] * dist.get_world_size()) for part in parts]
-            kept += [parts[0].norm()] if is_read and me == 0 else []
-            y = sum(parts[1:], parts[0]).tanh()
-        return y, kept
-
-    return program
-
-
-@pytest.mark.nightly
-@on_ranks()
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs(rank: int, seed: int, world_size: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(8):
-        program, overlap = drawn(rng), rng.random() < 0.4
-        run(program, overlap, rank)
-        run(program, overlap, 1)
