@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -309,41 +308,3 @@ def test_an_optimizer_in_the_backward(rank: int, layout: Any, by_data: bool) -> 
             results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module)[0])
             del nodes
         assert_close(results[1], results[0])
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(4))
-def test_random_watchers(rank: int, seed: int) -> None:
-    """Several on one rank, among them a write to its shard of a weight between the layers."""
-    draw = random.Random(seed)
-    for _ in range(15):
-        names, watcher = draw.sample(list(HOOKS), draw.randint(1, 4)), draw.randrange(2)
-        layout, writes = draw.choice((Shard(1), Replicate())), draw.random() < 0.5
-
-        def use(m: Any, x: Tensor, watcher: int = watcher, writes: bool = writes) -> Tensor:
-            q = m.q(x)
-            if writes and dist.get_rank() == watcher:
-                with torch.no_grad():
-                    m.k.weight.to_local().mul_(2)
-            return torch.cat([q, m.k(x), m.v(x)], -1)
-
-        results, seen = [], []
-        for styles in (torch_parallel, our_parallel):
-            module = attention(styles, use, layout)
-            norms: list[Tensor] = []
-
-            def watch(module: nn.Module, args: Any, *more: Any, norms: list[Tensor] = norms) -> None:
-                norms.append(alike(args[0]).detach().norm())
-
-            with ExitStack() as stack:
-                for name in names if rank == watcher else ():
-                    if name not in ("gradient-of-x", "gradient-of-a-view"):  # which change the program
-                        stack.enter_context(removed_after(HOOKS[name](module, watch)))
-                steps = [step(module, inputs(rank, sharded=layout == Shard(1)), module) for _ in range(2)]
-            results.append([each for one in steps for each in one[0]])
-            seen.append(norms)
-        assert_close(results[1], results[0])
-        assert {str(each[1:]) for each in steps} == {str((([GATHER, SCATTER] if layout == Shard(1) else [REDUCE]), []))}
-        assert len(seen[0]) == len(seen[1]), names  # the gradients of layers come in another order
-        torch.testing.assert_close(sorted(seen[1]), sorted(seen[0]), rtol=1e-4, atol=1e-4)

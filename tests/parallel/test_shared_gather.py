@@ -235,11 +235,6 @@ def x_is_written(m: Attention, x: Tensor) -> Tensor:
     return torch.cat([q, m.k(x), m.v(x)], -1)
 
 
-def a_gradient_is_scaled(m: Attention, x: Tensor) -> Tensor:
-    x.register_hook(lambda grad: 10 * grad)
-    return each_once(m, x)
-
-
 def viewed_without_gradient(m: Attention, x: Tensor) -> Tensor:
     with torch.no_grad():
         rows = x.flatten(0, 1)
@@ -270,7 +265,6 @@ def all_in_a_checkpoint(m: Attention, x: Tensor) -> Tensor:
     [
         again_with_gradient,
         a_weight_is_written,
-        a_gradient_is_scaled,
         part_in_a_checkpoint,
         the_last_in_a_checkpoint,
         all_in_a_checkpoint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -372,25 +371,6 @@ def test_inputs_prepared_in_their_own_way_are_torch_s(rank: int, method: str) ->
     for found, want in zip(*reversed(answers), strict=True):
         torch.testing.assert_close(whole(found), whole(want), **CLOSE)
     assert our_parallel.explain_layers(module)[""] == f"torch's own: Mine has a {method} of its own"
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-def test_random_changes(rank: int) -> None:
-    """Several changes of a layer, some on one rank alone, under a style that may be derived; beside torch's style."""
-    case = random.Random(9)
-    for _ in range(150):
-        names = case.sample(list(CHANGES), 2)
-        layer, alone, style = case.choice(LEFT), case.random() < 0.5, case.choice([None, "derived", "instance"])
-        method = case.choice(["_prepare_input_fn", "_prepare_output_fn"])
-        names = [name for name in names if not alone or name in ("backward hook", "compiled")]
-
-        def change(linear: nn.Linear, names: Any = names, alone: bool = alone) -> None:
-            for name in names if rank == 0 or not alone else ():
-                CHANGES[name][0](linear)
-
-        derive = (lambda kind: kind) if style is None else lambda kind, s=style, m=method: DERIVED[s][0](kind, m)
-        check_left(rank, layer, None, change, derive)
 
 
 @on_ranks(2)
