@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
-from fusedcomm.launch.ranks import RankPool
 from fusedcomm.memory import members, workspace
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.schedule import Launch, Wait
@@ -238,31 +237,6 @@ def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, tmp_path: P
         (tmp_path / f"{rank} gave up").touch()
         assert caught.value.peers == [1 - rank]
         assert caught.value.epoch == 3
-
-
-def run_until_error(rank: int, ready: str) -> tuple[str, list[int], float]:
-    check(dist.group.WORLD, HEADS, call(dist.group.WORLD, HEADS))
-    Path(ready, str(rank)).touch()
-    start = time.monotonic()
-    try:
-        while True:
-            start = time.monotonic()
-            call(dist.group.WORLD, HEADS)
-    except fusedcomm.PeerError as error:
-        return type(error).__name__, error.peers, time.monotonic() - start
-
-
-def test_a_killed_rank_is_named_by_all_others(tmp_path: Path) -> None:
-    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "2"}) as pool:
-        pool.start(run_until_error, str(tmp_path))
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
-        pool.kill(1)
-        for rank, answer in enumerate(pool.join()):
-            if rank != 1:
-                name, peers, seconds = answer
-                assert name == "PeerTimeoutError"
-                assert peers == [1]
-                assert seconds < 20
 
 
 @on_ranks(2)
