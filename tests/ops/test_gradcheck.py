@@ -13,8 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import fusedcomm
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import NAMED, TABLES, as_list
-from tests.helpers.problems import GATHERS, OPS, Problem, flat, integers, unflat
+from tests.helpers.op_problems import NAMED, as_list
+from tests.helpers.problems import GATHERS, Problem, flat, integers, unflat
 
 ONE_EACH = ["batched-w-heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]
 ONE_EACH += ["matmul_reduce_scatter-batched-w-batch-scattered", "matmul_all_reduce-nothing-divides-wide"]
@@ -91,15 +91,6 @@ def test_gradcheck(rank: int, name: str) -> None:
     check(problem, frozen="xw" if problem.partial else "x")
     if problem.op in GATHERS:
         check(problem, **{"save_exchanged" if problem.op == "all_to_all_matmul" else "save_gathered": False})
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-@pytest.mark.parametrize("op", OPS)
-def test_gradcheck_of_every_problem(rank: int, op: str) -> None:
-    for problem in TABLES[op]:
-        if "ragged" not in problem.name:
-            check(problem)
 
 
 @on_ranks(2)

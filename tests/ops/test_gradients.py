@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.plan.geometry import exchange
-from tests.helpers.groups import ALGORITHMS, DTYPES, empty_is_nan, non_contiguous
+from tests.helpers.groups import DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients, loss_weights
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
@@ -95,18 +95,6 @@ def test_values_and_gradients_of_kernels(rank: int, op: str, dtype: torch.dtype)
     check_problems(rank, problems_of(op, dtype)[:1], dtype, "fused")
 
 
-@on_ranks()
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("op", OPS)
-def test_every_problem(rank: int, op: str, algorithm: str, world_size: int) -> None:
-    """All dtypes and sizes, which share the problems between them for `fused`."""
-    for i, dtype in enumerate(DTYPES):
-        if algorithm != "fused" or i == world_size - 2:
-            check_problems(rank, problems_of(op, dtype), dtype, algorithm)
-
-
 @on_ranks(3)
 @pytest.mark.parametrize("op", OPS)
 def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
@@ -117,29 +105,19 @@ def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
         check_problems(rank, TABLES[op], torch.float32, "chunked")
 
 
-def check_opcheck(rank: int, problem: Problem, algorithm: str, number: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("number", "name"),
+    enumerate(["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]),
+)
+def test_opcheck(rank: int, number: int, name: str) -> None:
     """Every second one is not contiguous, and every second pair asks for the by-product."""
-    tensors = leaves(problem, rank)
+    problem, tensors = NAMED[name], leaves(NAMED[name], rank)
     if number % 2:
         tensors = [None if t is None else non_contiguous(t.detach()).requires_grad_() for t in tensors]
     args = problem.dispatched(unflat(problem, tensors), by_product=number % 4 < 2)
-    with fusedcomm.force_algorithm(algorithm, strict=True):
+    with fusedcomm.force_algorithm("chunked", strict=True):
         torch.library.opcheck(getattr(torch.ops.fusedcomm, problem.op).default, args)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"])
-def test_opcheck(rank: int, name: str) -> None:
-    check_opcheck(rank, NAMED[name], "chunked", number=0)
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck_of_every_problem(rank: int, op: str, algorithm: str) -> None:
-    for number, problem in enumerate(TABLES[op]):
-        check_opcheck(rank, problem, algorithm, number)
 
 
 ONE_EACH = [
