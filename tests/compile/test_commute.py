@@ -124,12 +124,12 @@ def results(program: Program, values: Values) -> list[Tensor | None]:
     return [*outs, *torch.autograd.grad(loss, list(values.values()), allow_unused=True)]
 
 
-def check(program: Program) -> fusedcomm.compile.CompileReport:
+def check(program: Program, commute: bool = True) -> fusedcomm.compile.CompileReport:
     """The compiled program has eager's values, dtypes and gradients on this rank."""
     torch._dynamo.reset()  # all programs come from few lines
     values = inputs()
     want = results(program, values)
-    with no_latency(), fusedcomm.compile.enabled() as report:
+    with no_latency(), fusedcomm.compile.enabled(commute=commute) as report:
         got = results(torch.compile(program, fullgraph=True, backend=interpreted), values)
     for a, b in zip(got, want, strict=True):
         if a is None or b is None:  # a gradient that is 0 everywhere may be left out
@@ -284,13 +284,24 @@ def scaled_by_amax(v: Values) -> Tensor:
     return (y / y.abs().amax().clamp(min=0.1)) @ v["w"]
 
 
+def turned(v: Values) -> Tensor:
+    table = torch.polar(torch.ones(TOKENS, HEAD_DIM // 2), v["token"].detach().flatten(1).expand(-1, HEAD_DIM // 2))
+    k = torch.view_as_complex((product(v) * 1.5).contiguous().unflatten(-1, (-1, 2))) * table[:, None]
+    q, k = (to_heads(each).transpose(0, 1) for each in (product(v), torch.view_as_real(k).flatten(-2)))
+    return q @ k.transpose(-1, -2)
+
+
+BROKE = [of_an_integer, of_two_dtypes, square, without_degrees_of_freedom, scaled_by_amax, turned]
+
+
 @on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("program", [of_an_integer, of_two_dtypes, square, without_degrees_of_freedom, scaled_by_amax])
-def test_programs_that_broke_a_pass(rank: int, program: Program) -> None:
+@pytest.mark.parametrize("commute", [True, False])
+@pytest.mark.parametrize("program", BROKE)
+def test_programs_that_broke_a_pass(rank: int, program: Program, commute: bool) -> None:
     """Operands of two dtypes, a permute that is no transpose, a variance of as many numbers as its correction, an amax
-    that names no dim.
+    that names no dim, one of two equal products turned by complex numbers.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="fusedcomm.compile")  # a pass that fails says so
-        check(program)
+        check(program, commute)
