@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -466,23 +466,3 @@ def _block(rng: random.Random, kind: str, size: int, compiled: bool) -> Block:
             names = set(POINTS) - {"print", "break"}
         changes.append(Change(point, rng.choice(sorted(names)), _ranks(rng, size)))
     return Block(kind, order, tuple(changes))
-
-
-def smaller(p: Program) -> Iterator[Program]:
-    """Programs with one part less."""
-    for i, block in enumerate(p.blocks):
-        if len(p.blocks) > 1:
-            yield replace(p, blocks=p.blocks[:i] + p.blocks[i + 1 :])
-        for j in range(len(block.changes)):
-            less = replace(block, changes=block.changes[:j] + block.changes[j + 1 :])
-            yield replace(p, blocks=(*p.blocks[:i], less, *p.blocks[i + 1 :]))
-    if p.batch > 1:
-        yield replace(p, batch=1)
-    if p.grad != "none" and not any(block.kind == "held" for block in p.blocks):
-        yield replace(p, grad="none")
-    if p.dtype != torch.float32:
-        yield replace(p, dtype=torch.float32)
-    if p.overlap:
-        yield replace(p, overlap=False)
-    if p.tokens != (2, 2):
-        yield replace(p, tokens=(2, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -167,19 +166,6 @@ def test_parameters_elsewhere(rank: int) -> None:
     sum_replicated_gradients(made, also=[weight])
 
 
-def grads_of(case: random.Random, count: int, size: int, sparse: bool) -> list[list[Tensor | None]]:
-    """For each parameter and rank a gradient, or none; of whole numbers, so that sums are exact."""
-    found: list[list[Tensor | None]] = []
-    for i in range(count):
-        kinds = [case.choice(["none", "dense", "sparse" if sparse else "dense"]) for _ in range(size)]
-        dense = [torch.full((3 + i % 2, 2), float(case.randrange(-4, 5))) for _ in kinds]
-        for each in dense:
-            each[case.randrange(len(each))] = 0
-        options = {"none": lambda t: None, "dense": lambda t: t, "sparse": lambda t: t.to_sparse(1)}
-        found.append([options[kind](each) for kind, each in zip(kinds, dense, strict=True)])
-    return found
-
-
 def check_sums(rank: int, grads: list[list[Tensor | None]]) -> None:
     parameters = [nn.Parameter(torch.zeros(3 + i % 2, 2)) for i in range(len(grads))]
     for parameter, given in zip(parameters, grads, strict=True):
@@ -227,28 +213,3 @@ def test_gradients_that_some_ranks_lack(rank: int) -> None:
     double.grad = torch.ones_like(double)
     with pytest.raises(ValueError, match=r"a parameter must be alike on all ranks, got .*float32.*float64"):
         sum_replicated_gradients(layers, also=[double])
-
-
-@pytest.mark.nightly
-@on_ranks(4)
-def test_random_changes(rank: int) -> None:
-    """Random makers of a weight one on the other, and gradients that random ranks lack, beside one process."""
-    case = random.Random(39)
-    for _ in range(200):
-        check_sums(rank, grads_of(case, case.randrange(1, 6), 4, sparse=case.random() < 0.5))
-    for _ in range(40):
-        names = case.sample(sorted(MAKERS), case.choice([1, 2]))
-        try:
-            plain, layer = plain_and_layer(lambda each, names=names: [MAKERS[n](each) for n in names][-1])
-            plain(torch.ones(1, HEADS * DIM))
-        except (RuntimeError, ValueError, AttributeError, KeyError, TypeError):
-            continue  # torch does not take the one on the other
-        x = torch.randn(2, TOKENS, HEADS * DIM, generator=torch.Generator().manual_seed(case.randrange(99)))
-        plain(x).square().sum().backward()
-        layer(torch.ones(1, 4, HEADS // 4, DIM))  # makes its weight as often
-        layer(x.unflatten(-1, (HEADS, DIM)).chunk(4, -2)[rank]).square().sum().backward()
-        sum_replicated_gradients(layer)
-        for (of, want), p in zip(plain.named_parameters(), layer.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, want.grad, **CLOSE, msg=f"{names}: {of}")
-        plain.eval(), layer.eval()
-        torch.testing.assert_close(layer.to_linear()(x), plain(x), **CLOSE)

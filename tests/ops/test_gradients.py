@@ -108,7 +108,7 @@ def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("number", "name"),
-    enumerate(["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"]),
+    [*enumerate(["packed-qkv", *(f"{op}-batched-w" for op in OPS[1:]), "all_gather_matmul-list-qkv"])],
 )
 def test_opcheck(rank: int, number: int, name: str) -> None:
     """Every second one is not contiguous, and every second pair asks for the by-product."""
