@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -96,15 +96,15 @@ class Fuser:
                 sort(self.graph)
         return found
 
-    def plain(self, ops: Sequence[str], kept: Collection[str]) -> list[Fused]:
-        """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul; some are kept."""
+    def plain(self, ops: Sequence[str]) -> list[Fused]:
+        """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul."""
         found = []
         with held_outputs(self.graph):
             for kind in without_matmul.OPS:
                 if any(module.OP in ops and kind == module.KIND for module in MODULES):
-                    starts = [each for each in collectives.find(self.graph, kind) if each.name not in kept]
                     nodes = {
-                        each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each) for each in starts
+                        each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each)
+                        for each in collectives.find(self.graph, kind)
                     }
                     found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
         return found
