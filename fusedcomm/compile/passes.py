@@ -150,7 +150,7 @@ class _Run:
             answer = before.ask(*digest)
             if answer.kind == YES:
                 found = communicating(graph)
-                changed = {node.name for node in found} if self.scheduled else before.changed(graph)
+                changed = {node.name for node in found} if self.scheduled else {*before.changed(graph)}
                 wire.agreed((node for node in found if node.name in changed), digest[0].text)
                 results = pytree.tree_leaves([node.meta["val"] for node in found])  # some have several
                 device_type = next(each.device.type for each in results if isinstance(each, torch.Tensor))
