@@ -99,10 +99,10 @@ def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
     end: Size = 0
     found = []
     while end in written and len(dims) == 1:
-        source, place = written[end]
+        source, place = written.pop(end)  # an empty one ends where it begins
         found.append((source, place.picked))
         end = end + place.size
-    is_whole = len(dims) == 1 and len(found) == len(written) and end == shape_of(node)[next(iter(dims))]
+    is_whole = len(dims) == 1 and not written and end == shape_of(node)[next(iter(dims))]
     return (found, dims.pop()) if is_whole else None
 
 
