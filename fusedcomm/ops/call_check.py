@@ -26,7 +26,7 @@ from fusedcomm.memory import flight_recorder, group
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree
-from fusedcomm.plan.call_plan import CALL, Plan
+from fusedcomm.plan.call_plan import CALL, Plan, graph_facts
 from fusedcomm.plan.cost.model import KINDS
 
 _MOST_LETTERS = 512  # of an error
@@ -73,7 +73,7 @@ def facts_of(record: flight_recorder.Record, plan: Plan, wire: str, bias: Any, b
         return {
             "op": KINDS[record.op],
             "wire": wire,
-            "chunk": list(plan.exchange.chunk_facts(plan.num_rounds)),
+            "chunk": list(graph_facts(wire, plan.exchange, plan.num_rounds)),
             "dtype": record.dtype_name,
             "rounds": plan.num_rounds,
             "slot bytes": plan.slot_bytes,

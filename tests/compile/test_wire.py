@@ -91,7 +91,7 @@ def test_another_order_has_a_digest_of_its_permutation_alone() -> None:
         return y, y.view(-1, 2, 2, 2, 2, 2, 1).sin()
 
     ((op, wire),) = ops(exchanged, (8, 6), W)  # [tokens, batch, heads, head_dim] of [batch, tokens, ...]
-    assert op == "matmul_all_to_all" and wire.startswith("graph ") and len(wire) == len("graph ") + 8
+    assert op == "matmul_all_to_all" and wire.startswith("graph ordered ") and len(wire) == len("graph ordered ") + 8
     assert ops(exchanged, (12, 3), (3, 8)) == ops(read_too, (8, 6), W) == [(op, wire)]
     ((_, other),) = ops(lambda x, w: tokens_first(heads(x @ w), R), (8, 6), W)
     assert other not in (wire, "graph")

@@ -14,7 +14,7 @@ from torch.fx import Node
 from fusedcomm.compile.graph.collectives import Collective, set_argument
 from fusedcomm.compile.graph.layout import Factor
 from fusedcomm.compile.graph.rewrite import consecutive
-from fusedcomm.plan.call_plan import CALL, GRAPH
+from fusedcomm.plan.call_plan import CALL, GRAPH, ORDERED
 
 AGREED = (
     "fusedcomm_changed_by"  # in the metadata of a collective that ranks changed together: the digest they agreed to
@@ -44,4 +44,7 @@ def agreed(nodes: Iterable[Node], digest: str) -> None:
 
 def _text(*facts: object) -> str:
     different = [fact for fact in facts if fact not in (None, GRAPH)]
-    return f"{GRAPH} {hashlib.sha256(repr(different).encode()).hexdigest()[:8]}" if different else GRAPH
+    if not different:
+        return GRAPH
+    is_ordered = any(isinstance(fact, list) or str(fact).startswith(ORDERED) for fact in different)
+    return f"{ORDERED if is_ordered else GRAPH} {hashlib.sha256(repr(different).encode()).hexdigest()[:8]}"

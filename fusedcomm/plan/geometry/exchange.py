@@ -170,13 +170,13 @@ class Exchange:
         sent = self.packed[0] if self.gathers else self.shape
         return tuple(sent), self._gather_dim, self._scatter_dim, self.reduce_op
 
-    def chunk_facts(self, num_rounds: int) -> tuple[Any, ...]:
+    def chunk_facts(self, with_dims: bool) -> tuple[Any, ...]:
         """The facts of the chunks alone: calls whose payloads differ in shape, and not in their chunks, share them.
 
         The blocks of an all_reduce are cut by its op, and rounds along the dims of a block.
         """
         runs = math.prod(self.shape[: self.split_dim]) if self._gather_dim == self._scatter_dim else 1
-        dims = [size for size in self.block if size != 1] if num_rounds > 1 else []
+        dims = [size for size in self.block if size != 1] if with_dims else []
         return self.chunk_numel, runs, *dims, self.reduce_op
 
     def rounds(self, max_chunk_numel: int) -> list[RoundSpans]:
