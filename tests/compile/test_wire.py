@@ -139,3 +139,17 @@ def test_what_all_ranks_merged_has_one_wire_whether_a_matmul_is_there_or_not() -
         ((fused, wire),) = ops(summed(multiplied), X, W, W)
         assert fused == "matmul_all_reduce" and wire.startswith("graph ")
         assert ops(summed(computed), X, W, W) == [("all_reduce", wire)]
+
+
+SENT_OTHERWISE: dict[str, tuple[Program, tuple[int, ...], tuple[int, ...], str]] = {  # and whether blocks are equal
+    "rows as one": (lambda y: y.view(-1), (64, 6), (6, 256), "all_reduce"),
+    "batches that R does not divide": (lambda y: y, (3, 4, 6), (3, 6, 8), "all_reduce"),
+    "batches": (lambda y: y, (4, 3, 6), (4, 6, 8), "matmul_all_reduce"),
+    "few rows as one": (lambda y: y.view(-1), X, W, "matmul_all_reduce"),
+}
+
+
+@pytest.mark.parametrize("name", SENT_OTHERWISE)
+def test_an_all_reduce_is_cut_as_where_no_matmul_is(name: str) -> None:
+    view, x, w, op = SENT_OTHERWISE[name]
+    assert ops(lambda x, w: reduced(view(x @ w)), x, w) == [(op, "graph")]
