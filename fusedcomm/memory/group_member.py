@@ -129,11 +129,11 @@ class Member:
             algorithm,
         )
 
-    def workspace_for(self, num_bytes: int, op: str, fingerprint: int, *, by_host: bool = False) -> Workspace:
+    def workspace_for(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
         """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective.
 
-        ``by_host``: whether the host counts the call's rounds. It cannot count replays, so such a call leaves a
-        captured workspace to the graphs and makes a new one.
+        The host, which counts the rounds of chunked calls, cannot count replays. So calls that are not captured leave a
+        captured workspace to the graphs and make a new one: fused ones too, as peers may run theirs chunked.
         """
         self.enter(op, fingerprint)
         graphs = self.for_graphs if is_for_capture(self.device) else None
@@ -143,7 +143,7 @@ class Member:
         if self.workspace is None:
             refuse_capture(self.device, op)
             return self._make(num_bytes, op, fingerprint)
-        leaves = by_host and self.workspace.captured
+        leaves = self.workspace.captured and not is_for_capture(self.device)
         if leaves or num_bytes > self.workspace.usable_bytes:
             refuse_capture(self.device, op)
             self._come_together(self.workspace, op, ~fingerprint & FINGERPRINT)

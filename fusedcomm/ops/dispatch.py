@@ -106,8 +106,7 @@ def _begin(
             record.algorithm = plan.algorithm
         if not plan.has_workspace:
             return plan, ours.memory
-        by_host = plan.algorithm == "chunked"
-        workspace = ours.workspace_for(plan.slot_bytes, spec.name, plan.fingerprint, by_host=by_host)
+        workspace = ours.workspace_for(plan.slot_bytes, spec.name, plan.fingerprint)
         if is_capturing(ours.device) and (kind, workspace.slot_bytes) not in ours.loaded:
             raise RuntimeError(f"{record.op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
         record.runs_on(workspace)

@@ -269,11 +269,11 @@ CONTROLS: dict[str, Control] = {
         "            pass",
         "tests/memory/test_workspace.py::test_retired_segments_are_kept_and_watched",
     ),
-    "chunked calls leave a captured workspace": Control(
+    "calls leave a captured workspace": Control(
         MEMBER,
-        "        leaves = by_host and self.workspace.captured",
+        "        leaves = self.workspace.captured and not is_for_capture(self.device)",
         "        leaves = False",
-        "tests/ops/test_captures.py::test_chunked_calls_leave_a_captured_workspace_to_the_graphs",
+        "tests/ops/test_captures.py::test_calls_leave_a_captured_workspace_to_the_graphs",
     ),
     "a round's sends come after the reads of the one before": Control(
         MOVES,
