@@ -1,37 +1,100 @@
-"""Plans of redistribution next to torch's own, read from its planner: never more collectives, bytes or seconds."""
+"""Plans of redistribution next to what torch starts for them: never more collectives, bytes or seconds."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.plan.cost.model import DEFAULTS
 from fusedcomm.redistribution import search
 from fusedcomm.redistribution.step_time import MeshLinks
-from tests.helpers import redistribution_torch
+from tests.helpers.merge_world import fake_ranks
 from tests.redistribution.test_search import ROUNDING, Placements, links, pairs, sharding
 
 
 def placed(placements: Placements) -> list[Any]:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
     return [
         Shard(int(each[1:])) if each[0] == "S" else Partial() if each == "P" else Replicate() for each in placements
     ]
+
+
+@contextmanager
+def mesh_of(mesh_shape: Sequence[int]) -> Iterator[DeviceMesh]:
+    with fake_ranks(math.prod(mesh_shape)):
+        yield init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=tuple(f"d{i}" for i in range(len(mesh_shape))))
+
+
+class Started(TorchDispatchMode):
+    """The collectives that torch starts on rank 0, which has the largest shards: kind, mesh dims, elements sent. There is
+    every flattened mesh that it could merge over.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[int, ...], float]] = []
+        self.dims: dict[Any, tuple[int, ...]] = {}
+        for num in range(1, mesh.ndim + 1):
+            for some in itertools.combinations(range(mesh.ndim), num):
+                names = tuple(f"d{i}" for i in some)
+                part = mesh[names] if num == 1 else mesh[names]._flatten("_".join(names))
+                self.dims.setdefault(part.get_group().group_name, some)
+        self.sizes = mesh.shape
+
+    def start(self, kind: str, x: Tensor, mesh_dims: tuple[int, ...]) -> None:
+        num = math.prod(self.sizes[i] for i in mesh_dims)
+        parts = {"all_gather": num - 1, "all_reduce": 2 * (num - 1) / num}.get(kind, (num - 1) / num)
+        if num > 1:
+            self.found.append((kind, mesh_dims, parts * x.numel()))
+
+    def exchange(self, x: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        """On CPUs torch would gather in its place."""
+        self.start("all_to_all", x, (mesh_dim,))
+        size = mesh.size(mesh_dim)
+        return x.new_empty(
+            [n * size if dim == gather_dim else n // size if dim == shard_dim else n for dim, n in enumerate(x.shape)]
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds = [kind for kind in ("all_gather", "reduce_scatter", "all_reduce") if func._opname.startswith(kind)]
+        if kinds:
+            self.start(kinds[0], args[0], self.dims[args[-1]])
+        return func(*args, **(kwargs or {}))
+
+
+def by_torch(mesh: DeviceMesh, shape: tuple[int, ...], before: Placements, after: Placements) -> Started:
+    local = sharding(shape, tuple(mesh.shape), before).local_shape((0,) * mesh.ndim)
+    stride = torch.empty(shape, device="meta").stride()
+    started = Started(mesh)
+    with FakeTensorMode(), mock.patch.object(placement_types, "shard_dim_alltoall", started.exchange):
+        x = DTensor.from_local(
+            torch.empty(local), mesh, placed(before), run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        with started:
+            x.redistribute(placements=placed(after))
+    return started
 
 
 def worse_than_torch(mesh: Any, shape: tuple[int, ...], over: MeshLinks, share: int, first: int = 0) -> list[str]:
     """What is worse than in torch, for one in ``share`` pairs of shardings."""
     mesh_shape, found = tuple(mesh.shape), []
     for before, after in itertools.islice(pairs(len(shape), len(mesh_shape)), first, None, share):
-        theirs = redistribution_torch.collectives(mesh, shape, placed(before), placed(after))
-        seconds, num_collectives, num_bytes = redistribution_torch.total(theirs, 4, over)
+        theirs = by_torch(mesh, shape, before, after).found
+        seconds = sum(over.seconds(kind, 4 * sent, mesh_dims) for kind, mesh_dims, sent in theirs)
+        num_collectives, num_bytes = len(theirs), 4 * sum(sent for _, _, sent in theirs)
         ours = search.plan(*(sharding(shape, mesh_shape, each) for each in (before, after)), 4, over)
         worse = ours.seconds > seconds * ROUNDING or ours.bytes > num_bytes * ROUNDING
         if worse or ours.num_collectives > num_collectives:
@@ -53,8 +116,7 @@ MACHINES = {"cuda": (8, "cuda"), "two nodes": (4, "cuda"), "pairs": (2, "cuda"),
 def test_a_plan_is_never_worse_than_torchs(mesh_shape: tuple[int, ...]) -> None:
     """No plan is worse in collectives, bytes or seconds. torch's have its own padding and all flattened meshes."""
     share, shapes = MESHES[mesh_shape]
-    with redistribution_torch.world(math.prod(mesh_shape)):
-        mesh = redistribution_torch.mesh(mesh_shape, flatten=True)
+    with mesh_of(mesh_shape) as mesh:
         for shape, machine in zip(itertools.cycle(shapes), MACHINES.values(), strict=False):
             assert not worse_than_torch(mesh, shape, links(mesh_shape, *machine), share)
 
@@ -66,8 +128,7 @@ def worse_at_random(rng: random.Random, num_meshes: int) -> list[str]:
         mesh_shape = rng.choice([(2, 2, 2), (3, 2, 2), (2, 2, 2, 2), (2, 4), (2, 3), (4, 4), (2, 8), (5,)])
         constants = DEFAULTS["cuda"]
         kinds = list(constants.backend_latency)
-        with redistribution_torch.world(math.prod(mesh_shape)):
-            mesh = redistribution_torch.mesh(mesh_shape, flatten=True)
+        with mesh_of(mesh_shape) as mesh:
             for _ in range(8):
                 shape = tuple(rng.choice([1, 2, 3, 5, 8, 12, 17, 100, 4096, 4099]) for _ in range(rng.randint(1, 3)))
                 told = replace(
@@ -92,39 +153,6 @@ def test_worse_plans_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "plan", search.plan.__wrapped__)
     monkeypatch.setattr(search._Search, "fastest", lambda self: tuple(self.best.steps))
     monkeypatch.setattr("fusedcomm.redistribution.by_dim._Change.merges", lambda *_: False)
-    with redistribution_torch.world(4):
-        mesh = redistribution_torch.mesh((2, 2), flatten=True)
+    with mesh_of((2, 2)) as mesh:
         found = worse_than_torch(mesh, (16, 16), links((2, 2)), 1)
     assert any("('P', 'P') -> ('R', 'R')" in each for each in found)
-
-
-def test_torchs_collectives_are_those_that_it_starts() -> None:
-    """Kinds and sizes agree, except for exchanges, in whose place torch gathers on CPUs."""
-    from torch.distributed.tensor import DTensor
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Started(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = str(func).split(".")[1]
-            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-                if name.startswith(kind):
-                    seen.append((kind, math.prod(args[0].shape)))
-            return func(*args, **(kwargs or {}))
-
-    with redistribution_torch.world(8):
-        mesh = redistribution_torch.mesh((2, 4), flatten=True)
-        num = 0
-        for shape, (before, after) in itertools.product([(16, 16), (10, 4), (5, 3)], pairs(2, 2)):
-            told = redistribution_torch.collectives(mesh, shape, placed(before), placed(after))
-            if any(each.kind == "all_to_all" for each in told):
-                continue
-            seen: list[tuple[str, int]] = []
-            local = torch.zeros(sharding(shape, (2, 4), before).local_shape((0, 0)))
-            x = DTensor.from_local(
-                local, mesh, placed(before), run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
-            )
-            with Started():
-                x.redistribute(placements=placed(after))
-            assert [(each.kind, math.prod(each.given)) for each in told] == seen, (shape, before, after)
-            num += len(seen)
-    assert num > 200
