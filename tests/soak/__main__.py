@@ -1,4 +1,4 @@
-"""Random programs until enough calls have been compared, or the time is up; what fails is shrunk, and can be replayed.
+"""Random programs until enough calls have been compared, or the time is up; what fails can be replayed.
 
 python -m tests.soak --device cpu --ranks 4 --calls 100000
 torchrun --nproc-per-node 8 -m tests.soak --device cuda --seed 1 --seconds 600
@@ -17,14 +17,11 @@ from random import SystemRandom
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
 from tests.soak.outcome import SoakOutcome
-from tests.soak.random_program import NUM_STEPS, draw_program
-from tests.soak.shrink import shrink
+from tests.soak.random_program import NUM_STEPS
 from tests.soak.soak_ranks import SoakRanks, command
 
 RANKS = 4
 REPORT_CALLS = 1000
-MOST_TRIES = 200  # the most runs to shrink a program
-SLOW_TRIES = 20  # the most runs to shrink one that ends with a time-out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,21 +60,9 @@ def _soak(ranks: SoakRanks, args: argparse.Namespace) -> int:
 
 
 def _failed(ranks: SoakRanks, seed: int, index: int, outcome: SoakOutcome) -> int:
-    """Say what failed, and by how few steps it can be had again."""
+    """Say what failed, and how it can be had again: a step alone has the inputs that it has among the others."""
     _tell(outcome)
     _say(f"again: {command(ranks.device_type, ranks.size, seed, index)}")
-    if world.under_torchrun() and outcome.broken:
-        return 1  # ranks that somebody else has started cannot be started anew
-    last = max(failure.step for failure in outcome.failures)
-    numbers = list(range(NUM_STEPS if last < 0 else last + 1))
-    if not ranks.run(seed, index, numbers).failures:
-        _say("not in every run: not shrunk")
-        return 1
-    most_tries = SLOW_TRIES if outcome.broken else MOST_TRIES
-    kept = shrink(numbers, lambda steps: bool(ranks.run(seed, index, steps).failures), most_tries)
-    _say(f"shrunk: {command(ranks.device_type, ranks.size, seed, index, kept)}")
-    for step in draw_program(seed, index, ranks.size, ranks.device_type).only(kept).steps:
-        _say(f"  {step}")
     return 1
 
 
@@ -105,7 +90,7 @@ def _say(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.soak", description=__doc__.partition("\n")[0])
     parser.add_argument("--calls", type=console.positive, default=100_000, help="calls to compare, over all groups")
-    seconds = "begin no further program after this time; one that failed is shrunk all the same"
+    seconds = "begin no further program after this time"
     parser.add_argument("--seconds", type=float, default=math.inf, help=seconds)
     parser.add_argument("--seed", type=int, help="of all programs; default: a new one, which is printed")
     parser.add_argument("--ranks", type=console.positive, metavar="N", help=f"ranks to start ({RANKS})")

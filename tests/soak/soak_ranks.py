@@ -50,9 +50,8 @@ class SoakRanks:
         self._stack.close()
 
 
-def command(device_type: str, size: int, seed: int, index: int, steps: Sequence[int] | None = None) -> str:
+def command(device_type: str, size: int, seed: int, index: int) -> str:
     torchrun = world.under_torchrun()
     start = f"torchrun --nproc-per-node {size} -m" if torchrun else "python -m"
     ranks = "" if torchrun else f" --ranks {size}"
-    kept = "" if steps is None else f" --steps {','.join(map(str, steps))}"
-    return f"{start} tests.soak --device {device_type}{ranks} --seed {seed} --program {index}{kept}"
+    return f"{start} tests.soak --device {device_type}{ranks} --seed {seed} --program {index}"
