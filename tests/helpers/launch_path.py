@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -31,17 +29,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
-from fusedcomm.launch.provenance import run_facts
 from fusedcomm.memory import launch_order, stream_writes
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from fusedcomm.plan import launches
-from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.schedule import Described
-from fusedcomm.run import launching, python_executor
-from fusedcomm.testing import launch_now
+from fusedcomm.run import python_executor
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers import compile_only
 from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
@@ -72,11 +67,6 @@ UNEVEN = [  # in one round, in which this rank sends to all but one, and gets fr
     Uneven("matmul_reduce_scatter", (33, 256), 1, scatter_dim=0, scatter=(17, 9, 7, 0), other=128, bias=True),
 ]
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u32": 4, "u64": 8}
-
-
-@triton.jit
-def empty_kernel() -> None:
-    pass
 
 
 class LaunchPath:
@@ -122,11 +112,6 @@ class LaunchPath:
         if text:
             raise Refused(text)
         return kernel
-
-    def unchecked(self) -> None:
-        """From now on launches cost what they cost users, but for the driver's part."""
-        JITFunction.run = self._run
-        self.device.check(False)
 
     def case(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
         """What a call launches, or has streams write, and why it was refused, if it was."""
@@ -372,62 +357,6 @@ class _Always:
         pass
 
 
-ROUNDS, CALLS = 200, 10
-
-
-def times(path: LaunchPath) -> Iterator[dict[str, Any]]:
-    """CPU microseconds per launch, interleaved round by round: the median, and its ratio to that of an empty kernel.
-
-    The library does nothing here, so a real driver's part comes on top.
-    """
-    variants = _launches()
-    for start in variants.values():
-        start()
-    path.unchecked()
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    for turn in range(ROUNDS):
-        for i in range(len(names)):
-            name = names[(turn + i) % len(names)]
-            start, began = variants[name], time.thread_time()
-            for _ in range(CALLS):
-                start()
-            seconds[name].append((time.thread_time() - began) / CALLS)
-    medians = {name: statistics.median(each) for name, each in seconds.items()}
-    yield run_facts() | {
-        "triton": triton.__version__,
-        "us": {name: round(1e6 * median, 1) for name, median in medians.items()},
-        "ratio": {name: round(median / medians["empty"], 2) for name, median in medians.items()},
-    }
-
-
-def _launches() -> dict[str, Callable[[], None]]:
-    """One launch of each kind of kernel, in bfloat16."""
-    workspace, made = compile_only.MetaWorkspace(), partial(torch.empty, dtype=torch.bfloat16)
-    x, w, bias, out = made(512, 256), made(256, 1024), made(1024), made(4 * 512, 256)
-    (push,) = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, GROUP_SIZE).rounds(1 << 62)
-    gathered = made(4 * 512, 1024)
-    (gather,) = shapes.all_gather_matmul(x.shape, [w.shape], 0, GROUP_SIZE).rounds(1 << 62)
-    starts: dict[str, Callable[[], None]] = {
-        "push": lambda: launch_now.push(x, w, bias, push, workspace, 1),
-        "unpack": lambda: launch_now.unpack(out, push, workspace, 1),
-        "pack": lambda: launch_now.pack(x, gather, workspace, 1, own=False),
-        "gather": lambda: launch_now.gather_matmul(gathered, w, bias, gather, workspace, 1, end_round=True, own=False),
-        "signal": lambda: launch_now.signal(workspace, None, 1),
-        "wait": lambda: launch_now.wait_source(0, workspace, 1),
-    }
-    return {"empty": lambda: empty_kernel[(1,)](), **{name: _alone(start) for name, start in starts.items()}}
-
-
-def _alone(start: Callable[[], None]) -> Callable[[], None]:
-    """The launch of a call of one step, without the executor around it."""
-    found: list[Any] = []
-    with mock.patch.object(python_executor, "launch", lambda *args: found.append(args)):
-        start()
-    (args,) = found
-    return partial(launching.launch, *args)
-
-
 SUITES: dict[str, Callable[[LaunchPath], Iterator[dict[str, Any]]]] = {
     "kernels": kernels,
     "planted": planted,
@@ -437,7 +366,6 @@ SUITES: dict[str, Callable[[LaunchPath], Iterator[dict[str, Any]]]] = {
     "all": partial(ops, problems=[*ALL_PROBLEMS, *ALIGNED], dtypes=list(DTYPES)),
     "uneven": uneven,
     "views": views,
-    "time": times,
 }
 
 

@@ -319,13 +319,3 @@ def test_every_problem_of_every_op_is_taken(target: Target, compilers: Compilers
     cases = run(compilers, target, "all", timeout_s=850)
     assert not [case for case in cases if case["refused"]]
     assert {case["op"] for case in cases} == set(OPS)
-
-
-MOST_RATIO = 10.0  # to an empty kernel's launch
-
-
-@pytest.mark.nightly
-def test_a_launch_costs_the_host_what_it_did(compilers: Compilers) -> None:
-    (found,) = run(compilers, LAUNCHED, "time")
-    print(found)
-    assert all(ratio <= MOST_RATIO for ratio in found["ratio"].values()), found
