@@ -27,18 +27,8 @@ def hang(say: Say, folder: Path) -> None:
     time.sleep(600)
 
 
-def hang_deaf(say: Say, folder: Path) -> None:
-    for number in (signal.SIGABRT, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    time.sleep(600)
-
-
 def crash(say: Say, folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def crash_without_a_name(say: Say, folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGRTMIN + 6)
 
 
 def leave(say: Say, folder: Path) -> None:
@@ -61,9 +51,7 @@ def half_a_line(say: Say, folder: Path) -> None:
     sys.exit(0)
 
 
-FAULTS = {
-    each.__name__: each for each in (hang, hang_deaf, crash, crash_without_a_name, leave, poison, corrupt, half_a_line)
-}
+FAULTS = {each.__name__: each for each in (hang, crash, leave, poison, corrupt, half_a_line)}
 
 
 def main() -> None:
