@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
 import fusedcomm
-from fusedcomm.launch.ranks import RankPool
 from fusedcomm.nn import UlyssesOut, UlyssesQKV
 from fusedcomm.plan.geometry.cut import chunk_parts
 from tests.helpers.on_ranks import on_ranks
@@ -56,44 +55,22 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
     return [torch.randn(shape).requires_grad_() for shape in shapes[program]]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    ("program", "backend"),
-    [(into, "inductor"), (out_of, "inductor"), (gathered, "aot_eager"), (reduced, "aot_eager")],
-)
-def test_two_graphs_are_enough_for_every_remainder(world_size: int, program: Any, backend: str) -> None:
-    with RankPool(world_size) as pool:  # ranks compile unlike one another here, and Inductor numbers graphs
-        pool.run(check_graphs, world_size, program, backend)
-
-
-def check_graphs(rank: int, world_size: int, program: Any, backend: str) -> None:
-    """Forward and backward, through Inductor and its caches, in which other ranks have graphs of other shapes."""
-    counter = CompileCounterWithBackend(backend)
-    compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
-    for total in range(17 * world_size, 19 * world_size):  # sizes that are equal would be one symbol
-        leaves = x, w = inputs(program, total, rank, world_size)
-        found, wanted = compiled(x, w, total), program(x, w, total)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-        grad = torch.randn_like(wanted)
-        gradients = [torch.autograd.grad(each, leaves, grad) for each in (found, wanted)]
-        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
-    # The lengths that R divides say no rank out of attention; into it Inductor asks if a part is as long as the others.
-    assert counter.frame_count <= 2
-
-
 @on_ranks(2)
-def test_lengths_0_and_1_have_graphs_of_their_own(rank: int) -> None:
-    """From 4 tokens on each rank has several: one graph, or two, are enough again."""
+@pytest.mark.parametrize("program", [into, out_of, gathered, reduced])
+def test_two_graphs_are_enough_for_every_remainder(rank: int, program: Any) -> None:
+    """From 4 tokens on each rank has several; lengths of 0 and 1 have graphs of their own. A length that R divides says
+    no rank out of attention.
+    """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(into, dynamic=True, fullgraph=True, backend=counter)
-    for total in (*range(34, 38), 0, 1, 2, 3, *range(34, 38)):
-        leaves = x, w = inputs(into, total, rank, 2)
-        found, wanted = compiled(x, w, total), into(x, w, total)
-        torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(*(torch.autograd.grad(each.sum(), leaves) for each in (found, wanted)))
-    assert counter.frame_count <= 2 + 4
+    compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
+    for total in (*range(34, 38), *((0, 1, 2, 3, *range(34, 38)) if program is into else ())):
+        leaves = x, w = inputs(program, total, rank, 2)
+        found, wanted = compiled(x, w, total), program(x, w, total)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        grads = (torch.autograd.grad(each.sum(), leaves) for each in (found, wanted))
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count <= 2 + 4 * (program is into)
 
 
 @on_ranks(2)
