@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -138,18 +137,6 @@ def test_made_in_one_mode_used_in_all(rank: int, first: str) -> None:
         for mode in MODES:
             for action in ("op", "op", "op", *ACTIONS, "reset", "op"):
                 program.run(action, mode)
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(40))
-def test_random_programs_in_nested_modes(rank: int, seed: int) -> None:
-    rng = random.Random(seed)
-    with fresh_group(ALGORITHM="chunked", TIMEOUT_S="5", CHECK=str(seed % 2)) as group:
-        program = Program(rank, group)
-        program.run(rng.choice(("plan", "op")), rng.choice([*MODES]))
-        for _ in range(60):
-            program.run(rng.choice((*ACTIONS, "op", "op", *IN_ALL)), *rng.sample([*MODES], rng.randint(1, 3)))
 
 
 @pytest.mark.parametrize("mode", MODES)

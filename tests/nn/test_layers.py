@@ -125,28 +125,6 @@ def test_sum_replicated_gradients(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_memory_saving(rank: int) -> None:
-    """save_exchanged = False gives the same gradients from less memory."""
-    layer = BY_NAME["out"]
-    saved: list[list[int]] = []
-    grads = []
-    for keep in (True, False):
-        module = layer.kind.from_linear(layer.plain(), **layer.options())
-        module.save_exchanged = keep
-        x = torch.randn(layer.x_shape, generator=torch.Generator().manual_seed(5))
-        x = x.chunk(2, layer.x_dim)[rank].clone().requires_grad_()
-        saved.append([])
-        pack = saved[-1].append
-        hooks = torch.autograd.graph.saved_tensors_hooks
-        with hooks(lambda t, pack=pack: (pack(t.untyped_storage().data_ptr()), t)[1], lambda t: t):
-            out = module(x)
-        out.square().sum().backward()
-        assert (x.untyped_storage().data_ptr() in saved[-1]) == (not keep)
-        grads.append(module.weight.grad)
-    torch.testing.assert_close(*grads, **CLOSE)
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(("name", "autocast"), [("qkv-gqa", False), ("out", False), ("out", True)])
 def test_compiled(rank: int, name: str, autocast: bool) -> None:
     layer, size = BY_NAME[name], dist.get_world_size()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.nn.parallel import DistributedDataParallel
 
 from fusedcomm.nn import UlyssesOut, full_state_dict, sum_replicated_gradients
 from fusedcomm.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -163,15 +162,6 @@ def test_a_row(rank: int, row: Row) -> None:
     mine, mask = (part(t, row, mesh.get_coordinate()) for t in (x, mask))
     assert grads_are_right(model, plain, row, mesh, mine, mask, 1)
     assert not grads_are_right(model, plain, row, mesh, mine, mask, AXIS)
-
-
-@on_ranks(2)
-def test_distributed_data_parallel_averages(rank: int) -> None:
-    plain = plain_mlp()
-    model = DistributedDataParallel(plain_mlp())
-    plain(data()).square().mean().backward()
-    model(data().chunk(2)[rank]).square().mean().backward()
-    check_gradients(model.module, plain)
 
 
 class Attention(nn.Module):
