@@ -17,14 +17,10 @@ from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients
 from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
 
 
-def leaves(problem: Problem, rank: int, frozen: str = "", dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
-    """x, the weights and the biases as leaves. ``frozen``: letters of x, w, b."""
+def leaves(problem: Problem, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+    """x, the weights and the biases as leaves."""
     tensors = flat(integers(problem, rank, dist.get_world_size(), dtype))
-    kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
-    return [
-        t if t is None else t.detach().requires_grad_(kind not in frozen)
-        for t, kind in zip(tensors, kinds, strict=True)
-    ]
+    return [t if t is None else t.detach().requires_grad_() for t in tensors]
 
 
 def loss_of(problem: Problem, out: Any, rank: int) -> Tensor:
@@ -33,34 +29,25 @@ def loss_of(problem: Problem, out: Any, rank: int) -> Tensor:
     return torch.stack([(out * weight).sum() for out, weight in zip(outs, weights, strict=True)]).sum()
 
 
-def check_gradients(
-    rank: int,
-    problem: Problem,
-    dtype: torch.dtype = torch.float32,
-    algorithm: str | None = None,
-    frozen: str = "",
-    **options: Any,
-) -> None:
+def check_gradients(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str) -> None:
     """Check that they equal those of autograd through the whole group's program, without communication, in float64."""
     size = dist.get_world_size()
     wants = expected_gradients(problem, rank, size, dtype)
-    tensors = leaves(problem, rank, frozen, dtype)
+    tensors = leaves(problem, rank, dtype)
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-        out = problem.call(unflat(problem, tensors), **options)
+        out = problem.call(unflat(problem, tensors))
         torch.testing.assert_close(out, expected(problem, size, dtype)[rank], rtol=0, atol=0)
         outs = as_list(out)
         torch.autograd.backward(outs, [w.to(dtype) for w in loss_weights(problem, outs, rank, size)])
     for t, want in zip(tensors, wants, strict=True):
-        if t is not None and t.requires_grad:
+        if t is not None:
             torch.testing.assert_close(t.grad, want, rtol=0, atol=0)
-        else:
-            assert t is None or t.grad is None
 
 
-def check_problems(rank: int, problems: list[Problem], dtype: torch.dtype, algorithm: str, **options: Any) -> None:
+def check_problems(rank: int, problems: list[Problem], dtype: torch.dtype, algorithm: str) -> None:
     for problem in problems:
         try:
-            check_gradients(rank, problem, dtype, algorithm, **options)
+            check_gradients(rank, problem, dtype, algorithm)
         except Exception as error:
             raise AssertionError(str(problem)) from error
 
@@ -127,23 +114,6 @@ ONE_EACH = [
     "matmul_reduce_scatter-batch-columns-scattered",
     "matmul_all_reduce-nothing-divides-wide",
 ]
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_gradients_with_frozen_inputs(rank: int, name: str) -> None:
-    for frozen in ("x", "w", "b", "xb", "wb", "xw"):
-        for algorithm in ("unfused", "chunked"):
-            check_gradients(rank, NAMED[name], torch.float32, algorithm, frozen)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", [name for name in ONE_EACH if name.startswith(GATHERS)])
-def test_gradients_without_a_saved_by_product(rank: int, name: str) -> None:
-    save = "save_exchanged" if name.startswith("all_to_all_matmul") else "save_gathered"
-    for frozen in ("", "x", "w"):
-        for algorithm in ("unfused", "chunked", "pipelined"):
-            check_gradients(rank, NAMED[name], torch.float32, algorithm, frozen, **{save: False})
 
 
 @on_ranks(2)

@@ -39,8 +39,8 @@ def mesh_of(mesh_shape: Sequence[int]) -> Iterator[DeviceMesh]:
 
 
 class Started(TorchDispatchMode):
-    """The collectives that torch starts on rank 0, which has the largest shards: kind, mesh dims, elements sent. There is
-    every flattened mesh that it could merge over.
+    """The collectives that torch starts on rank 0, which has the largest shards: kind, mesh dims, elements sent. It has
+    every flattened mesh to merge over.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
