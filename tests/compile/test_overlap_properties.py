@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,14 +22,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 
-from fusedcomm.compile.overlap import dependencies
+from fusedcomm.compile.overlap import dependencies, list_scheduler
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.scheduler import schedule
 from fusedcomm.compile.overlap.simulator import simulate
 from tests.helpers.merge_world import fake_ranks
 from tests.helpers.order_checks import Accesses, executed, group_of, is_start, peak_bytes, sent
 from tests.helpers.random_graphs import Peers, aten, build, functional, inputs
-from tests.helpers.step_count import FOLDER, steps
 
 BUDGETS = [100, 105, 120, 10**9]  # % of the peak as it comes
 LINEAR = 1.4  # by which steps per node may grow: few nodes are more often near the ends of a graph
@@ -198,6 +202,47 @@ def timed(gm: GraphModule, comm_ms: float | None) -> Estimator:
     """``comm_ms``: what each collective takes; by default as estimated."""
     times = {node.name: comm_ms for node in gm.graph.nodes if is_start(node)} if comm_ms is not None else {}
     return Estimator("cuda", ranks_per_node=4, times=times)
+
+
+FOLDER = str(Path(list_scheduler.__file__).parents[1])  # fusedcomm/compile
+
+
+class _Counted(np.ndarray):
+    """A one-dimensional array whose slices are counted, by their elements: NumPy goes through them unseen by Python."""
+
+    num_elements = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            _Counted.num_elements += len(found)
+        return found
+
+
+def steps(call: Callable[[], object], *sources: str) -> int:
+    """The lines that ``call()`` runs of files whose paths begin with one of ``sources``, and the elements of the memory
+    profile that it reads or writes.
+    """
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    def enter(frame: FrameType, event: str, arg: Any) -> Any:
+        return count if frame.f_code.co_filename.startswith(sources) else None
+
+    profile = list_scheduler._ListScheduler._profile
+    _Counted.num_elements = 0
+    before = sys.gettrace()
+    with mock.patch.object(list_scheduler._ListScheduler, "_profile", lambda self: profile(self).view(_Counted)):
+        sys.settrace(enter)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+    return num_lines + _Counted.num_elements
 
 
 def growth(groups: list[Peers], few: int, comm_ms: float | None, **options: bool) -> float:

@@ -66,17 +66,8 @@ def test_values_and_gradients(rank: int, op: str, algorithm: str, dtype: torch.d
     check_problems(rank, problems_of(op, dtype), dtype, algorithm)
 
 
-def with_dtypes_in_turns() -> list[Any]:
-    """Each op in one dtype, and in another one, which is thorough."""
-    return [
-        pytest.param(op, DTYPES[(i + turn) % 3], marks=[pytest.mark.thorough] * turn)
-        for turn in (0, 1)
-        for i, op in enumerate(OPS)
-    ]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(("op", "dtype"), with_dtypes_in_turns(), ids=str)
+@pytest.mark.parametrize(("op", "dtype"), [(op, DTYPES[i % 3]) for i, op in enumerate(OPS)], ids=str)
 def test_values_and_gradients_of_kernels(rank: int, op: str, dtype: torch.dtype) -> None:
     """Triton's interpreter is slow: one problem."""
     check_problems(rank, problems_of(op, dtype)[:1], dtype, "fused")

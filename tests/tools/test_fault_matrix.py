@@ -253,9 +253,3 @@ def test_a_cell_without_a_deadline_hangs() -> None:
     (verdict,) = run_cells([NO_DEADLINE.cell], around=off_in_its_cell, cell_s=20)
     assert verdict.hung
     assert not verdict.survived
-
-
-@pytest.mark.nightly
-def test_a_cell_is_replayed_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert lab.main(["chunked/matmul_all_to_all/kill/signal"]) == 0
-    assert "1 of 1 cells survived" in capsys.readouterr().out
