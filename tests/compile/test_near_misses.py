@@ -14,18 +14,7 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers.graphs import aten_graph, collectives_of, targets
 from tests.helpers.merge_world import fake_world
-from tests.helpers.program_parts import (
-    DIM,
-    HEADS,
-    B,
-    K,
-    N,
-    T,
-    all_gather,
-    heads_first,
-    tokens_first,
-    world,
-)
+from tests.helpers.program_parts import DIM, HEADS, B, K, N, T, all_gather, heads_first, tokens_first, world
 
 R = 2  # ranks
 Program = Callable[..., Any]

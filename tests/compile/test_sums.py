@@ -30,10 +30,7 @@ MERGED: dict[str, tuple[Program, list[tuple[Any, ...]]]] = {
     ),
     "permuted": (lambda c, a, b, d: c.ar(a.permute(1, 0, 2), 0) + c.ar(b, 0).permute(1, 0, 2).contiguous(), [(AR, 0)]),
     "reduce_scatter": (lambda c, a, b, d: c.rs(a, 0) + c.rs(b, 0), [(RS, 0)]),
-    "scattered along different dims": (
-        lambda c, a, b, d: c.rs(a, 0, dim=1).view(4, 4, 6) + c.rs(b, 0),
-        [(RS, 0)],
-    ),
+    "scattered along different dims": (lambda c, a, b, d: c.rs(a, 0, dim=1).view(4, 4, 6) + c.rs(b, 0), [(RS, 0)]),
     "of one tensor": (lambda c, a, b, d: c.ar(a, 0) + c.ar(a, 0), [(AR, 0)]),
     "two sums": (lambda c, a, b, d: (c.ar(a, 0) + c.ar(b, 0), c.ar(a * 2, 0) + c.ar(d, 0)), [(AR, 0), (AR, 0)]),
 }

@@ -65,11 +65,7 @@ WITH_AND_WITHOUT: dict[str, tuple[Callable[[Program], Program], Program, Program
     "matmul_all_to_all": (lambda f: lambda x, w: heads_first(heads(f(x, w)), R), multiplied, computed),
     "all_to_all_matmul": (lambda f: lambda x, w: f(AllToAll.apply(x), w), multiplied, read),
     "all_gather_matmul": (lambda f: lambda x, w: f(all_gather(x, 0, world()), w), multiplied, read),
-    "matmul_reduce_scatter": (
-        lambda f: lambda x, w: reduce_scatter(f(x, w), "sum", 0, world()),
-        multiplied,
-        computed,
-    ),
+    "matmul_reduce_scatter": (lambda f: lambda x, w: reduce_scatter(f(x, w), "sum", 0, world()), multiplied, computed),
     "matmul_all_reduce": (lambda f: lambda x, w: reduced(f(x, w).view(2, 2, 8)), multiplied, computed),
 }
 

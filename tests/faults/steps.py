@@ -63,13 +63,7 @@ FUSED = {
     "result": "fusedcomm.memory.workspace:Workspace.empty",
 }
 BY_ALGORITHM = {
-    "chunked": {
-        **FIRST,
-        **GROWTH,
-        **CHUNKED,
-        **IN_PLACE,
-        "result": "fusedcomm.memory.workspace:Workspace.empty",
-    },
+    "chunked": {**FIRST, **GROWTH, **CHUNKED, **IN_PLACE, "result": "fusedcomm.memory.workspace:Workspace.empty"},
     "fused": FUSED,
 }
 

@@ -138,14 +138,8 @@ MATMULS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "checkpoint": lambda x, w: checkpoint(torch.matmul, x, w, use_reentrant=False),
 }
 ORDERS: dict[str, tuple[Callable[[Tensor, int, int], Tensor], Callable[[Tensor, int], Tensor]]] = {
-    "movedim": (
-        lambda t, d, r: t.unflatten(d, (r, -1)).movedim(d, 0),
-        lambda t, d: t.movedim(0, d).flatten(d, d + 1),
-    ),
-    "stack": (
-        lambda t, d, r: torch.stack(t.chunk(r, d)),
-        lambda t, d: torch.cat(t.unbind(0), d),
-    ),
+    "movedim": (lambda t, d, r: t.unflatten(d, (r, -1)).movedim(d, 0), lambda t, d: t.movedim(0, d).flatten(d, d + 1)),
+    "stack": (lambda t, d, r: torch.stack(t.chunk(r, d)), lambda t, d: torch.cat(t.unbind(0), d)),
     "rows first": (  # xDiT's: [R, t, b, h, d]
         lambda t, d, r: t.unflatten(d, (r, -1)).movedim(d, 0).transpose(1, 2),
         lambda t, d: t.transpose(1, 2).movedim(0, d).flatten(d, d + 1),

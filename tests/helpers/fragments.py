@@ -252,12 +252,7 @@ class Mlp(nn.Module):
 @fragment([AGM, MRS], [AGM, MRS], exact=False)
 def dtensor_sequence_parallel(r: int) -> Any:
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
     plan = {
         "norm": SequenceParallel(),

@@ -60,10 +60,7 @@ def moved(when: str) -> Iterator[Begun]:
         begun.events.append("matmul")
         multiply(*args, **options)
 
-    with (
-        mock.patch.object(python_executor, "begin", counted),
-        mock.patch.object(python_executor, "multiply", logged),
-    ):
+    with mock.patch.object(python_executor, "begin", counted), mock.patch.object(python_executor, "multiply", logged):
         yield begun
 
 

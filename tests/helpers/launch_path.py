@@ -194,10 +194,7 @@ def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, w
         "by_product": by_product,
         "num_ws": num_ws,
         "epochs": workspace.epoch,
-        "streams": {
-            workspace.side_stream().cuda_stream: "sends",
-            workspace.reading_stream().cuda_stream: "reads",
-        },
+        "streams": {workspace.side_stream().cuda_stream: "sends", workspace.reading_stream().cuda_stream: "reads"},
     }
 
 

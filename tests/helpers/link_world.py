@@ -62,10 +62,7 @@ def sent(rank: int) -> dict[str, dict[str, int]]:
 
 
 SIZES = tune.TuneSizes(
-    matmuls=((16, 32, 32), (64, 64, 64)),
-    narrow=((4, 64, 64),),
-    num_bytes=(64 << 10, 4 << 20),
-    calls=((16, 64, 64),),
+    matmuls=((16, 32, 32), (64, 64, 64)), narrow=((4, 64, 64),), num_bytes=(64 << 10, 4 << 20), calls=((16, 64, 64),)
 )
 
 

@@ -123,11 +123,7 @@ def loss_weights(problem: Problem, outs: list[Tensor], rank: int, group_size: in
 
 
 def expected_gradients(
-    problem: Problem,
-    rank: int,
-    group_size: int,
-    dtype: torch.dtype = torch.float32,
-    used: Sequence[int] | None = None,
+    problem: Problem, rank: int, group_size: int, dtype: torch.dtype = torch.float32, used: Sequence[int] | None = None
 ) -> list[Tensor | None]:
     """The gradients of this rank's x, weights and biases, through the program of the whole group, in float64.
 

@@ -247,10 +247,7 @@ def refused(call: Callable[[], object]) -> None:
 
 PROGRAMS = {
     each.__name__: each
-    for each in (
-        *(left_open, destroyed, modules_gone, waits_at_the_end, thread_works),
-        *(raises, thread_waits, forks),
-    )
+    for each in (*(left_open, destroyed, modules_gone, waits_at_the_end, thread_works), *(raises, thread_waits, forks))
 }
 
 

@@ -18,11 +18,7 @@ from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a target waits for a minute's compiling
 
-SHARED_BYTES = {
-    80: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-}  # sm_80's kernels run on sm_86, 89 and 120 too
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # sm_80's kernels run on sm_86, 89 and 120 too
 REGISTERS = 64 << 10  # how many a multiprocessor has
 SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel"}
 

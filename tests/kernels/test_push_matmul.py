@@ -29,13 +29,7 @@ from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup, run_op
 from tests.helpers.kernel_calls import by_name, check_calls, exchange_of
 from tests.helpers.problems import Problem, expected, integers
-from tests.helpers.virtual_ranks import (
-    FINGERPRINT,
-    flag,
-    record,
-    sizes_and_names,
-    virtual_ranks,
-)
+from tests.helpers.virtual_ranks import FINGERPRINT, flag, record, sizes_and_names, virtual_ranks
 
 CASES = by_name(  # every Span shape, at sizes that no tile divides
     [
@@ -257,8 +251,4 @@ def test_kernels_and_host_agree_on_the_header() -> None:
     assert primitives.FINGERPRINT_BITS.value == segment.FINGERPRINT_BITS
     assert primitives.RECORD_WORDS.value == segment.ErrorRecord.WORDS
     kinds = (primitives.TIMED_OUT, primitives.MISMATCHED, primitives.BROKEN_BY_PEER)
-    assert tuple(kind.value for kind in kinds) == (
-        segment.TIMED_OUT,
-        segment.MISMATCHED,
-        segment.BROKEN_BY_PEER,
-    )
+    assert tuple(kind.value for kind in kinds) == (segment.TIMED_OUT, segment.MISMATCHED, segment.BROKEN_BY_PEER)

@@ -16,11 +16,7 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
-from tests.helpers.virtual_ranks import (
-    FINGERPRINT,
-    sizes_and_names,
-    virtual_ranks,
-)
+from tests.helpers.virtual_ranks import FINGERPRINT, sizes_and_names, virtual_ranks
 
 _scatter = partial(Problem, op="matmul_reduce_scatter")
 CASES = by_name(  # at sizes that no tile divides

@@ -14,12 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedcomm
-from fusedcomm.nn import (
-    UlyssesOut,
-    UlyssesQKV,
-    sum_replicated_gradients,
-    unshard_tokens,
-)
+from fusedcomm.nn import UlyssesOut, UlyssesQKV, sum_replicated_gradients, unshard_tokens
 from tests.helpers.nn_layers import BY_NAME, LAYERS, Layer
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
@@ -160,14 +155,8 @@ BAD = [
         lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), 5),
         r"x must have what tokens=5 gives rank \d, [32] tokens, got 4",
     ),
-    (
-        lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), [4, 4, 4]),
-        "tokens must have one entry per rank, 2, got 3",
-    ),
-    (
-        lambda: unshard_tokens(torch.ones(2, 4), 5),
-        r"batch must have what tokens=5 gives rank \d, \d tokens",
-    ),
+    (lambda: UlyssesQKV(12, 4, 3)(torch.ones(2, 4, 12), [4, 4, 4]), "tokens must have one entry per rank, 2, got 3"),
+    (lambda: unshard_tokens(torch.ones(2, 4), 5), r"batch must have what tokens=5 gives rank \d, \d tokens"),
     (lambda: UlyssesQKV(4, 2, 3)(torch.ones(4)), r"in_features = 4\] with at least 2 dims, got shape \(4,\)"),
 ]
 

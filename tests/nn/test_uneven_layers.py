@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedcomm
-from fusedcomm.nn import (
-    UlyssesOut,
-    UlyssesQKV,
-    shard_tokens,
-    sum_replicated_gradients,
-)
+from fusedcomm.nn import UlyssesOut, UlyssesQKV, shard_tokens, sum_replicated_gradients
 from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
 from tests.helpers.groups import fresh_group
 from tests.helpers.on_ranks import on_ranks

@@ -13,14 +13,7 @@ from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS
 
 GOOD: dict[str, dict[str, Any]] = {
-    "matmul_all_to_all": {
-        "x": (4, 8),
-        "w": (8, 6),
-        "gather_dim": 0,
-        "scatter_dim": 1,
-        "bias": None,
-        "out_shape": None,
-    },
+    "matmul_all_to_all": {"x": (4, 8), "w": (8, 6), "gather_dim": 0, "scatter_dim": 1, "bias": None, "out_shape": None},
     "all_to_all_matmul": {"x": (4, 8), "w": (16, 6), "gather_dim": 1, "scatter_dim": 0, "bias": None},
     "all_gather_matmul": {"x": (4, 8), "w": (8, 6), "gather_dim": 0, "bias": None},
     "matmul_reduce_scatter": {"x": (4, 8), "w": (8, 6), "scatter_dim": 0, "bias": None, "reduce_op": "sum"},

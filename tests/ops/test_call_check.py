@@ -139,10 +139,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # what `geometry` 
         ((6, 5), (5, 7), "avg", 0, 3),
         {"x shape": [6, 5], "w shape": [5, 7], "reduce_op": "avg", "scatter_dim": 0},
     ),
-    "matmul_all_reduce": (
-        ((6, 5), (5, 7), "sum", 3),
-        {"x shape": [6, 5], "w shape": [5, 7], "reduce_op": "sum"},
-    ),
+    "matmul_all_reduce": (((6, 5), (5, 7), "sum", 3), {"x shape": [6, 5], "w shape": [5, 7], "reduce_op": "sum"}),
 }
 
 

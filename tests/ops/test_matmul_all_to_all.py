@@ -72,13 +72,7 @@ def test_groups(rank: int) -> None:
     columns = problem.sizes(4)[2]
     mesh = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    for group in (
-        None,
-        dist.group.WORLD,
-        dist.group.WORLD.group_name,
-        mesh,
-        (square["a", "b"]._flatten(), 0),
-    ):
+    for group in (None, dist.group.WORLD, dist.group.WORLD.group_name, mesh, (square["a", "b"]._flatten(), 0)):
         out = fusedcomm.matmul_all_to_all(x, w, 1, -2, group, out_shape=columns)
         torch.testing.assert_close(out, expected(problem, 4)[rank], rtol=0, atol=0)
     with pytest.raises(ValueError, match="must be 1-D"):

@@ -16,14 +16,7 @@ from fusedcomm.plan import call_plan
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
-from tests.helpers.prepared import (
-    CALLS,
-    IN_PYTHON,
-    check_prepared,
-    num_prepared,
-    python_calls,
-    started_group,
-)
+from tests.helpers.prepared import CALLS, IN_PYTHON, check_prepared, num_prepared, python_calls, started_group
 from tests.helpers.problems import OPS, PROBLEMS, Problem, integers
 from tests.helpers.spies import Dispatched
 from tests.ops.test_call_check import ONE_EACH

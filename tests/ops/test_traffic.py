@@ -167,13 +167,7 @@ BACKWARD: dict[str, dict[str, tuple[list[str], int]]] = {
         "b": (["all_gather_matmul"], 1),
         "xw": ([], 0),
     },
-    "matmul_all_reduce": {
-        "": ([], 2),
-        "x": ([], 1),
-        "w": ([], 1),
-        "b": ([], 2),
-        "xw": ([], 0),
-    },
+    "matmul_all_reduce": {"": ([], 2), "x": ([], 1), "w": ([], 1), "b": ([], 2), "xw": ([], 0)},
 }
 
 

@@ -117,8 +117,7 @@ MODES = {"grad": nullcontext, "x-without": nullcontext, "no_grad": torch.no_grad
 @pytest.mark.parametrize(
     ("mode", "autocast", "frozen"),
     nightly_but(
-        [("no_grad", False, False), ("inference", False, False)],
-        itertools.product(MODES, (False, True), (False, True)),
+        [("no_grad", False, False), ("inference", False, False)], itertools.product(MODES, (False, True), (False, True))
     ),
 )
 def test_each_mode(rank: int, mode: str, autocast: bool, frozen: bool) -> None:

@@ -40,14 +40,8 @@ def test_span_of_every_small_tensor() -> None:
 
 def test_long_interleaved_runs_are_multiplied_in_place() -> None:
     """Runs of at least 128 rows or columns take the branch without gathering. Both branches give the same."""
-    for shape, out_shape, gather_dim, scatter_dim in [
-        ((2, 512, 8), (4,), 0, 1),
-        ((3, 8), (3, 512), 0, 2),
-    ]:
-        x, w = (
-            torch.randint(-4, 5, shape).float(),
-            torch.randint(-4, 5, (8, math.prod(out_shape))).float(),
-        )
+    for shape, out_shape, gather_dim, scatter_dim in [((2, 512, 8), (4,), 0, 1), ((3, 8), (3, 512), 0, 2)]:
+        x, w = (torch.randint(-4, 5, shape).float(), torch.randint(-4, 5, (8, math.prod(out_shape))).float())
         exchange = shapes.matmul_all_to_all(x.shape, w.shape, out_shape, gather_dim, scatter_dim, 2)
         y = (x @ w).view(*shape[:-1], *out_shape)
         for spans in exchange.rounds(exchange.chunk_numel):

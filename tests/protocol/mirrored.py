@@ -46,18 +46,12 @@ MIRRORED: Mirrors = {
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
     },
     "results.ResultsInPlace": {
-        "kernels/cpu/rounds.h": (
-            "post post_of is_peer_late stamp_of posted mark mark_of is_marked",
-            "249c45352355",
-        ),
+        "kernels/cpu/rounds.h": ("post post_of is_peer_late stamp_of posted mark mark_of is_marked", "249c45352355"),
         "kernels/cpu/results_heap.cpp": ("place is_warm", "1b5af1c331e4"),
         "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "525f04ce70f5"),
         "kernels/cpu/plan.cpp": ("ask", "57b7018701c4"),
         "fusedcomm/memory/results.py:Results": ("retire", "dbd65e5824f4"),
-        "fusedcomm/memory/workspace.py:Workspace": (
-            "post posted _stamp _retire_results",
-            "f9e2c79b7ed6",
-        ),
+        "fusedcomm/memory/workspace.py:Workspace": ("post posted _stamp _retire_results", "f9e2c79b7ed6"),
         "fusedcomm/memory/group_member.py:Member": ("close _make_results _drop_results _share", "a99e27c81ac4"),
     },
 }

@@ -272,12 +272,7 @@ def test_in_a_new_segment_late_writes_do_no_harm() -> None:
 # inside a rank on a device
 
 
-ROUNDS = [
-    ("push", "push", "push"),
-    ("push", "gather"),
-    ("gather", "push"),
-    ("gather rows", "push"),
-]
+ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows", "push")]
 
 
 @pytest.mark.parametrize(

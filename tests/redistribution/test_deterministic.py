@@ -39,12 +39,7 @@ CASES = [  # nested ranks, before, after, shape
 
 
 def reduced(
-    rank: int,
-    nested: Any,
-    before: list[Placement],
-    after: list[Placement],
-    shape: tuple[int, ...],
-    use: str,
+    rank: int, nested: Any, before: list[Placement], after: list[Placement], shape: tuple[int, ...], use: str
 ) -> Tensor | None:
     """This rank's part, or None outside the mesh. What a rank adds depends on where the mesh dims are partial."""
     with left_as_found():

@@ -29,11 +29,7 @@ UNEVEN = {name: case for name, case in MANY_ROUNDS.items() if case.op == "matmul
 def test_values_in_any_number_of_pieces(rank: int, name: str) -> None:
     problem = SUMS[name]
     num_collectives = 2 if problem.op == "matmul_all_reduce" else 1
-    with (
-        fresh_group(BACKEND_SUMS="1") as group,
-        fusedcomm.force_algorithm("pipelined", strict=True),
-        empty_is_nan(),
-    ):
+    with fresh_group(BACKEND_SUMS="1") as group, fusedcomm.force_algorithm("pipelined", strict=True), empty_is_nan():
         for num_pieces, when in ((1, EARLY), (3, EARLY), (5, LATE)):
             with in_pieces(num_pieces), moved(when) as begun:
                 check(group, problem, call(group, problem, num_pieces), num_pieces)

@@ -41,9 +41,7 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *option
     return code, out.getvalue(), err.getvalue()
 
 
-def test_wrong_values_on_one_rank_end_every_rank_with_code_1(
-    ranks: Callable[[int], RankPool],
-) -> None:
+def test_wrong_values_on_one_rank_end_every_rank_with_code_1(ranks: Callable[[int], RankPool]) -> None:
     for code, out, err in ranks(2).run(small_demo_with_one_wrong_element, 1):
         assert code == 1
         assert "'fusedcomm' gave wrong values: rank 1: pair 0: 1 of" in err

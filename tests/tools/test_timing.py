@@ -30,9 +30,7 @@ def measure_slow_rank_1(rank: int) -> tuple[dict[str, Timing], list[str], list[i
     return times, called, done
 
 
-def test_times_are_the_slowest_ranks_and_variants_take_turns(
-    ranks: Callable[[int], RankPool],
-) -> None:
+def test_times_are_the_slowest_ranks_and_variants_take_turns(ranks: Callable[[int], RankPool]) -> None:
     (times, called, done), (times_1, called_1, _) = ranks(2).run(measure_slow_rank_1)
     assert times == times_1
     assert called == called_1
