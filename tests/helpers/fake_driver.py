@@ -120,8 +120,18 @@ class FakeDriver:
             "fake_launch": _LAUNCH(self._guarded(self._launch)),
             "fake_write": _WRITE(self._guarded(self._write)),
         }
-        for name, hook in self._hooks.items():
-            c_void_p.in_dll(self._library, name).value = ctypes.cast(hook, c_void_p).value
+        for name in self._hooks:
+            self._install(name, True)
+
+    def check(self, on: bool) -> None:
+        """Whether what comes is checked and kept, or taken at once."""
+        self._install("fake_tensor_map", on)
+        self._install("fake_launch", on)
+        self._install("fake_write", on)
+
+    def _install(self, name: str, on: bool) -> None:
+        address = ctypes.cast(self._hooks[name], c_void_p).value if on else None
+        c_void_p.in_dll(self._library, name).value = address
 
     def _guarded(self, hook: Callable[..., None]) -> Callable[..., int]:
         """ctypes drops exceptions: a refusal becomes an error of the driver, and so does a mistake of the hook."""

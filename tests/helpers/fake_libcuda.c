@@ -1,7 +1,8 @@
 /* libcuda.so.1 on a machine without a GPU, for Triton's own launchers.
  *
  * It answers what they ask of the device and its functions from tables that tests/helpers/fake_driver.py fills. What
- * they would have the device do goes to that file's hooks, which say whether a device would take it. */
+ * they would have the device do goes to that file's hooks, which say whether a device would take it. Without a hook all
+ * is taken, so that a launch costs the host what Triton's part of it costs. */
 
 #include <cuda.h>
 #include <string.h>
