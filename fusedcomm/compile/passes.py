@@ -157,7 +157,7 @@ class _Run:
                 return [Check(digest[0], device_type, digest[1])] if before.has_peers(digest[1]) else []
             why_not = [f"{'overlap' if self.scheduled else 'merge'}: {answer}"]
         if why_not:
-            changed = before.starts.keys() if self.scheduled else before.changed(graph)
+            changed = {*before.starts} if self.scheduled else {*before.changed(graph)}
             restore(graph, stock)
             self._begin()
             for name in self.before.keys() & changed:

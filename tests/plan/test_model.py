@@ -157,7 +157,6 @@ def test_few_rows_read_w_once() -> None:
 
 @pytest.mark.parametrize(("columns", "reads"), [(2, 1), (64, 4)])
 def test_chunks_of_columns_read_x_again(columns: int, reads: int) -> None:
-    """A CPU reads, then computes. Few columns are computed at once."""
     n = 4 * columns
     exchange = shapes.matmul_all_to_all((1024, 4096), (4096, n), None, 0, 1, 4)
     x_bytes, w_bytes, y_bytes = 4 * 1024 * 4096, 4 * 4096 * n, 4 * 1024 * n

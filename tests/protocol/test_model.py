@@ -83,7 +83,6 @@ def test_without_faults_all_data_arrive(calls: str, device: bool) -> None:
 
 
 def by_copies(call: Call) -> Call:
-    """By `chunked`: the matmul in R parts, and a device's copy engines."""
     assert call.traffic is not None
     return replace(call, traffic=replace(call.traffic, algorithm="chunked"))
 
