@@ -47,6 +47,7 @@ LEFT: dict[str, Program] = {
     "kinds": lambda c, a, b, d: c.ar(a[:4], 0) + c.rs(b, 0),
     "float16": lambda c, a, b, d: c.ar(a.half() / 2**14, 0) + c.ar(b.half() / 2**14, 0),
     "averages of float16": lambda c, a, b, d: c.rs(a.half() / 2**14, 0, op="avg") + c.rs(b.half() / 2**14, 0, op="avg"),
+    "filled by an empty part": lambda c, a, b, d: c.ar(a, 0) + torch.zeros_like(b).slice_scatter(b[:0], 0, 0, 0),
     "written in place": lambda c, a, b, d: (r := c.ar(a, 0), a.mul_(2), r + c.ar(b, 0))[2],
 }
 
