@@ -114,7 +114,6 @@ def test_the_check_finds_ranks_that_disagree(rank: int, op: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("scatter", "plain"), [((2, 1), 0), (((0, 2), (1, 2)), 1)], ids=["tile", "overlap"])
 def test_gradients_of_overlapping_ranges_are_exchanged_plainly(rank: int, scatter: Any, plain: int) -> None:
-    """They are added up before the matmul, as docs/ops.md says."""
     case = into_attention(4, 3, gather=(3, 1), scatter=scatter)
     with fusedcomm.force_algorithm("chunked", strict=True), Dispatched() as dispatched:
         check_call(case, rank, 2, 0)
