@@ -120,6 +120,7 @@ class _Run:
         self.sums = SumMerger(self.graph, self.settings.fuse, plain)
         self.scheduled: OverlapReport | None = None
         self.together: list[Fused] = []  # by consent of all ranks
+        self.changed: set[str] = set()  # the collectives that all ranks changed alike
         self.before = self.starts = self._starts()
 
     def lines(self) -> list[CollectiveReport]:
@@ -150,8 +151,8 @@ class _Run:
             answer = before.ask(*digest)
             if answer.kind == YES:
                 found = communicating(graph)
-                changed = {node.name for node in found} if self.scheduled else {*before.changed(graph)}
-                wire.agreed((node for node in found if node.name in changed), digest[0].text)
+                self.changed = {node.name for node in found} if self.scheduled else {*before.changed(graph)}
+                wire.agreed((node for node in found if node.name in self.changed), digest[0].text)
                 results = pytree.tree_leaves([node.meta["val"] for node in found])  # some have several
                 device_type = next(each.device.type for each in results if isinstance(each, torch.Tensor))
                 return [Check(digest[0], device_type, digest[1])] if before.has_peers(digest[1]) else []
@@ -214,7 +215,7 @@ class _Run:
 
     def _fused_and_settled(self, ops: Sequence[str]) -> tuple[list[Fused], list[Fused]]:
         fused = self.fuser.fuse(ops, changes=False)
-        plain = self.fuser.plain(self.settings.fuse)
+        plain = self.fuser.plain(self.settings.fuse, self.changed)
         settle(self.graph)
         return fused, plain
 

@@ -13,7 +13,6 @@ from torch.fx import Graph
 
 from fusedcomm.compile.graph.collectives import argument_of, is_op
 from fusedcomm.compile.graph.sequence import Sequence
-from fusedcomm.compile.merge.sums import SumMerger
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, YES, Answer
@@ -125,16 +124,6 @@ def test_what_is_sent_changes_by_consent_alone(name: str) -> None:
 def test_why_not_is_said() -> None:
     _, report = passed(narrowed, X, W, answer=NO)
     assert "bfloat16 would be sent in place of torch.float32, and not all ranks agreed" in report.collectives[0].reason
-
-
-def test_what_all_ranks_merged_has_one_wire_whether_a_matmul_is_there_or_not() -> None:
-    def summed(f: Program) -> Program:
-        return lambda x, w, v: reduced(f(x, w)) + reduced(f(x, v))
-
-    with mock.patch("fusedcomm.compile.passes.SumMerger", lambda graph, fuse, plain: SumMerger(graph, fuse, True)):
-        ((fused, wire),) = ops(summed(multiplied), X, W, W)
-        assert fused == "matmul_all_reduce" and wire.startswith("graph ")
-        assert ops(summed(computed), X, W, W) == [("all_reduce", wire)]
 
 
 SENT_OTHERWISE: dict[str, tuple[Program, tuple[int, ...], tuple[int, ...], str]] = {  # and whether blocks are equal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -96,8 +96,8 @@ class Fuser:
                 sort(self.graph)
         return found
 
-    def plain(self, ops: Sequence[str]) -> list[Fused]:
-        """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul."""
+    def plain(self, ops: Sequence[str], kept: Collection[str]) -> list[Fused]:
+        """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul; some are kept."""
         found = []
         with held_outputs(self.graph):
             for kind in without_matmul.OPS:
@@ -105,6 +105,7 @@ class Fuser:
                     nodes = {
                         each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each)
                         for each in collectives.find(self.graph, kind)
+                        if each.name not in kept
                     }
                     found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
         return found
