@@ -31,7 +31,7 @@ class PushedMatmul:
         self.w = s.reshape(w, exchange.num_batches, x.shape[-1], w.shape[-1])
         scattered = None if exchange.cut is None else exchange.cut.scattered
         overlaps = scattered is not None and scattered.overlaps
-        if exchange.multiplies_once or overlaps:  # chunks share rows
+        if exchange.multiplies_once or overlaps:  # one per chunk would multiply shared columns again
             self.y = s.temporary((exchange.num_batches, exchange.num_rows, w.shape[-1]), x.dtype)
             with s.lane("matmul"):
                 s.multiply(self.x, self.w, bias, self.y)

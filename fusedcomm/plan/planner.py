@@ -117,6 +117,7 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
         if pipelined < unfused:
             times = f"estimated {_text(pipelined)}, unfused {_text(unfused)}, {constants.source} numbers"
             if wrong := _failed_proof(op, "pipelined", exchange, dtype, member):
+                log_fallback(op, wrong)
                 return Plan(op, "unfused", wrong)
             why = f"{reason}; {times}{_to_prove(wrong, member)}"
             return _pipelined(op, exchange, dtype, member, why, num_pieces)
@@ -130,9 +131,7 @@ def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtyp
     if not member.topology.prove:
         return None
     name = member.topology.name_of_proof(KINDS[op], algorithm, dtype, exchange.cut is not None)
-    if wrong := member.outcomes.get(name):
-        log_fallback(op, wrong)
-    return wrong
+    return member.outcomes.get(name)
 
 
 def _to_prove(failed: str | None, member: Facts) -> str:
@@ -184,7 +183,9 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> t
     failed = {name: _failed_proof(op, name, exchange, dtype, member) for name in usable}
     usable = [name for name in usable if not failed[name]]
     if not usable:
-        return "unfused", next(wrong for wrong in failed.values() if wrong)
+        wrong = next(filter(None, failed.values()))
+        log_fallback(op, wrong)
+        return "unfused", wrong
     estimates = model.estimate(*usual, kind, constants)
     best = min(usable, key=estimates.__getitem__)
     if estimates["unfused"] < estimates[best]:

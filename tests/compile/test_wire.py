@@ -1,4 +1,4 @@
-"""What a rank sends, and in which order, does not depend on the matmul beside it, or all ranks have agreed to it."""
+"""The matmul beside a collective changes nothing that a rank sends, nor its order, or all ranks have agreed to it."""
 
 from __future__ import annotations
 

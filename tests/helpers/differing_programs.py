@@ -64,7 +64,7 @@ class Program:
 
 @dataclass
 class Scope:
-    """What a rank's steps share during a call."""
+    """The values that a rank's steps share during a call."""
 
     w: list[Tensor]
     b: Tensor
@@ -223,7 +223,7 @@ class Exchange(torch.autograd.Function):
 
 
 def splits_of(kind: str, x: Tensor, size: int, rank: int) -> list[int]:
-    """Of an exchange, both ways: in an uneven one each rank keeps twice as much."""
+    """The splits of an exchange, both ways: in an uneven one each rank keeps twice as much."""
     kept = 2 if kind == "uneven" else 1
     rows = x.shape[0] // (size - 1 + kept)
     return [rows * (kept if i == rank else 1) for i in range(size)]

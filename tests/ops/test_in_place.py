@@ -224,7 +224,7 @@ def test_compiled_programs(rank: int, by_op: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
 def test_ranks_of_one_wire_may_want_other_layouts(rank: int, prepared: bool) -> None:
-    """What rank 0 puts one after the other rank 1 wants in runs: in results of one size, and chunks of one order."""
+    """Rank 0 puts chunks one after the other, rank 1 in runs: results of one size, and chunks of one order."""
     own = (replace(RUNS, gather_dim=0), RUNS)[rank]
     with pytest.MonkeyPatch.context() as patch, empty_is_nan(), chunked_group(prepared) as group:
         patch.setattr(planner, "fingerprint_of", lambda *facts: 5)

@@ -280,7 +280,7 @@ def test_the_matmul_does_not_change_the_wire(capturing: list[bool]) -> None:
 
 
 def test_one_permutation_of_other_sizes_is_another_order() -> None:
-    """Of [batch, tokens, heads]: chunks of equal bytes, which peers would take for each other."""
+    """Chunks of [batch, tokens, heads] have equal bytes, and peers would take them for each other."""
     chunks = [shapes.matmul_all_to_all((b, 48 * 16 // b, 512), (512, 1024), None, 1, 2, 2) for b in (16, 48)]
     plans = [[planner.plan(OP, each, FP32, member("cpu"), wire) for each in chunks] for wire in ("graph", ORDERED)]
     assert [a.fingerprint == b.fingerprint for a, b in plans] == [True, False]

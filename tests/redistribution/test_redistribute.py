@@ -51,7 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     def held(self, coordinate: Sequence[int]) -> Tensor:
-        """What the rank at a coordinate holds before: the shards of its part of the reduction."""
+        """The shards that the rank at a coordinate holds before: of its part of the reduction."""
         parts = self._parts()
         for i in self._partial_dims():
             parts = parts[coordinate[i]]

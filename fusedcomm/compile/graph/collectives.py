@@ -132,7 +132,7 @@ def is_op(node: Node) -> bool:
 
 
 def late_inputs(nodes: Iterable[Node], start: Node) -> set[Node]:
-    """Those of the nodes, and of all that they are computed from, that stand behind start."""
+    """The nodes behind start, of these and of all that they are computed from."""
     late: set[Node] = set()
     stack = list(nodes)
     while stack:

@@ -8,15 +8,15 @@ from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import (
     Shape,
-    _check_dim,
-    _check_dims,
-    _check_group_size,
-    _check_reduce_op,
-    _gathered,
-    _is_symbolic,
-    _with,
+    check_dim,
+    check_dims,
+    check_group_size,
+    check_reduce_op,
     cuts_columns,
+    gathered_shape,
+    is_symbolic,
     of,
+    with_sizes,
 )
 from fusedcomm.plan.geometry.spans import block_shape
 
@@ -24,44 +24,44 @@ from fusedcomm.plan.geometry.spans import block_shape
 def all_to_all(x: Shape, gather_dim: int, scatter_dim: int, group_size: int, splits: Splits = EVEN) -> Exchange:
     """``exchange(x, gather_dim, scatter_dim)``."""
     _check(x, group_size)
-    gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(x))
+    gather_dim, scatter_dim = check_dims(gather_dim, scatter_dim, len(x))
     cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size)
     if cut is None:
-        exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
+        exchanged = gathered_shape(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
         return _gather(x, exchanged, gather_dim, scatter_dim, group_size)
     (gathered, scattered), largest = cut.both, None
-    if not _is_symbolic((*x, *cut)):
-        sizes = _with(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+    if not is_symbolic((*x, *cut)):
+        sizes = with_sizes(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
         largest = of(all_to_all, tuple(sizes), gather_dim, scatter_dim, group_size)
-    exchanged = _with(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+    exchanged = with_sizes(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
     return _gather(x, exchanged, gather_dim, scatter_dim, group_size, cut, largest)
 
 
 def all_gather(x: Shape, gather_dim: int, group_size: int, splits: Splits = EVEN) -> Exchange:
     """Every rank's x, concatenated along gather_dim."""
     _check(x, group_size)
-    gather_dim = _check_dim("gather_dim", gather_dim, len(x))
+    gather_dim = check_dim("gather_dim", gather_dim, len(x))
     cut, largest = cut_of(splits, x[gather_dim], None, group_size), None
     if cut is None or cut.gathered is None:
-        return _gather(x, _gathered(x, gather_dim, group_size), gather_dim, None, group_size)
-    if not _is_symbolic((*x, *cut)):
-        largest = of(all_gather, tuple(_with(x, {gather_dim: cut.gathered.largest})), gather_dim, group_size)
-    return _gather(x, _with(x, {gather_dim: cut.gathered.total}), gather_dim, None, group_size, cut, largest)
+        return _gather(x, gathered_shape(x, gather_dim, group_size), gather_dim, None, group_size)
+    if not is_symbolic((*x, *cut)):
+        largest = of(all_gather, tuple(with_sizes(x, {gather_dim: cut.gathered.largest})), gather_dim, group_size)
+    return _gather(x, with_sizes(x, {gather_dim: cut.gathered.total}), gather_dim, None, group_size, cut, largest)
 
 
 def reduce_scatter(x: Shape, reduce_op: str, scatter_dim: int, group_size: int, splits: Splits = EVEN) -> Exchange:
     """This rank's part along scatter_dim of the ranks' sum or average."""
     _check(x, group_size)
-    _check_reduce_op(reduce_op)
-    scatter_dim = _check_dim("scatter_dim", scatter_dim, len(x))
+    check_reduce_op(reduce_op)
+    scatter_dim = check_dim("scatter_dim", scatter_dim, len(x))
     cut, largest = cut_of(splits, None, x[scatter_dim], group_size), None
     if cut is None or cut.scattered is None:
         block = block_shape(x, scatter_dim, group_size)
         return _reduce(x, scatter_dim, (block, None), group_size, reduce_op)
-    if not _is_symbolic((*x, *cut)):
-        sizes = tuple(_with(x, {scatter_dim: group_size * cut.scattered.largest}))
+    if not is_symbolic((*x, *cut)):
+        sizes = tuple(with_sizes(x, {scatter_dim: group_size * cut.scattered.largest}))
         largest = of(reduce_scatter, sizes, reduce_op, scatter_dim, group_size)
-    block = _with(x, {scatter_dim: cut.scattered.sizes[cut.rank]})
+    block = with_sizes(x, {scatter_dim: cut.scattered.sizes[cut.rank]})
     return _reduce(x, scatter_dim, (block, None), group_size, reduce_op, cut, largest)
 
 
@@ -82,11 +82,11 @@ def all_reduce(x: Shape, reduce_op: str, group_size: int) -> Exchange:
 
 def check_all_reduce(x: Shape, reduce_op: str, group_size: int) -> None:
     _check(x, group_size)
-    _check_reduce_op(reduce_op)
+    check_reduce_op(reduce_op)
 
 
 def _check(x: Shape, group_size: int) -> None:
-    _check_group_size(group_size)
+    check_group_size(group_size)
     if len(x) == 0:
         raise ValueError(f"x must have at least 1 dim, got shape {tuple(x)}")
 

@@ -36,21 +36,24 @@ def matmul_all_to_all(
     splits: Splits = EVEN,
 ) -> Exchange:
     """``exchange((x @ w).view(out_shape), gather_dim, scatter_dim)``."""
-    _check_group_size(group_size)
+    check_group_size(group_size)
     _check_matmul(x, w, "x")
     y = [*x[:-1], *_check_out_shape(w[-1], out_shape)]
-    gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(y))
+    gather_dim, scatter_dim = check_dims(gather_dim, scatter_dim, len(y))
     cut = cut_of(splits, y[gather_dim], y[scatter_dim], group_size)
     if cut is None:
-        out = _gathered(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
+        out = gathered_shape(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
         return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
     (gathered, scattered), largest = cut.both, None
-    if not _is_symbolic((*x, *y, *cut)):
-        lead, sizes = len(x) - 1, _with(y, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+    if not is_symbolic((*x, *y, *cut)):
+        lead, sizes = (
+            len(x) - 1,
+            with_sizes(y, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest}),
+        )
         columns = None if out_shape is None else tuple(sizes[lead:])
         whole = (*sizes[:lead], x[-1]), (*sizes[: len(w) - 2], x[-1], math.prod(sizes[lead:]))
         largest = of(matmul_all_to_all, *whole, columns, gather_dim, scatter_dim, group_size)
-    out = _with(y, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+    out = with_sizes(y, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
     return _push(x, w, y, scatter_dim, (out, gather_dim), group_size, cut=cut, largest=largest)
 
 
@@ -58,22 +61,22 @@ def all_to_all_matmul(
     x: Shape, w: Shape, gather_dim: int, scatter_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
     """``exchange(x, gather_dim, scatter_dim).flatten to w's K @ w``."""
-    _check_group_size(group_size)
+    check_group_size(group_size)
     _check_ndim(x, "x")
-    gather_dim, scatter_dim = _check_dims(gather_dim, scatter_dim, len(x))
+    gather_dim, scatter_dim = check_dims(gather_dim, scatter_dim, len(x))
     cut = cut_of(splits, x[gather_dim], x[scatter_dim], group_size)
     if cut is None:
-        exchanged = _gathered(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
+        exchanged = gathered_shape(block_shape(x, scatter_dim, group_size), gather_dim, group_size)
     else:
         gathered, scattered = cut.both
-        exchanged = _with(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
+        exchanged = with_sizes(x, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
     num_lead = _num_lead(exchanged, w)
     lead = exchanged[:num_lead]
     _check_matmul([*lead, math.prod(exchanged[num_lead:])], w, "the exchanged x")
     largest = None
-    if cut is not None and not _is_symbolic((*x, *w, *cut)):
-        sizes = _with(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
-        all_of = _with(x, {gather_dim: group_size * gathered.largest, scatter_dim: scattered.largest})
+    if cut is not None and not is_symbolic((*x, *w, *cut)):
+        sizes = with_sizes(x, {gather_dim: gathered.largest, scatter_dim: group_size * scattered.largest})
+        all_of = with_sizes(x, {gather_dim: group_size * gathered.largest, scatter_dim: scattered.largest})
         whole_w = (*all_of[: len(w) - 2], math.prod(all_of[num_lead:]), w[-1])
         largest = of(all_to_all_matmul, tuple(sizes), whole_w, gather_dim, scatter_dim, group_size)
     outs, packed = [[*lead, w[-1]]], (list(x), scatter_dim)
@@ -84,25 +87,25 @@ def all_gather_matmul(
     x: Shape, ws: Sequence[Shape], gather_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
     """``[all_gather(x, gather_dim) @ w for w in ws]``."""
-    _check_group_size(group_size)
+    check_group_size(group_size)
     _check_ndim(x, "x")
     if len(ws) == 0:
         raise ValueError("w must be a tensor or a list of at least one, got an empty list")
-    gather_dim = _check_dim("gather_dim", gather_dim, len(x))
+    gather_dim = check_dim("gather_dim", gather_dim, len(x))
     cut = cut_of(splits, x[gather_dim], None, group_size)
     largest = None
     if cut is None:
-        gathered = _gathered(x, gather_dim, group_size)
+        gathered = gathered_shape(x, gather_dim, group_size)
     else:
         assert cut.gathered is not None
-        gathered = _with(x, {gather_dim: cut.gathered.total})
+        gathered = with_sizes(x, {gather_dim: cut.gathered.total})
     for w in ws:
         _check_matmul(gathered, w, "the gathered x")
         if len(w) != len(ws[0]):
             raise ValueError(f"either every w or none must have batch dims, got {len(ws[0])} and {len(w)} dims")
-    if cut is not None and cut.gathered is not None and not _is_symbolic((*x, *cut)):
-        part = _with(x, {gather_dim: cut.gathered.largest})
-        sizes = _gathered(part, gather_dim, group_size)
+    if cut is not None and cut.gathered is not None and not is_symbolic((*x, *cut)):
+        part = with_sizes(x, {gather_dim: cut.gathered.largest})
+        sizes = gathered_shape(part, gather_dim, group_size)
         whole_ws = tuple((*sizes[: len(w) - 2], sizes[-1], w[-1]) for w in ws)
         largest = of(all_gather_matmul, tuple(part), whole_ws, gather_dim, group_size)
     outs, packed = [[*gathered[:-1], w[-1]] for w in ws], (list(x), None)
@@ -113,22 +116,22 @@ def matmul_reduce_scatter(
     x: Shape, w: Shape, reduce_op: str, scatter_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
     """``reduce_scatter(x @ w, reduce_op, scatter_dim)``."""
-    _check_group_size(group_size)
+    check_group_size(group_size)
     _check_matmul(x, w, "x")
-    _check_reduce_op(reduce_op)
+    check_reduce_op(reduce_op)
     y = [*x[:-1], w[-1]]
-    scatter_dim = _check_dim("scatter_dim", scatter_dim, len(y))
+    scatter_dim = check_dim("scatter_dim", scatter_dim, len(y))
     cut = cut_of(splits, None, y[scatter_dim], group_size)
     if cut is None:
         block = block_shape(y, scatter_dim, group_size)
         return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
     assert cut.scattered is not None
     largest = None
-    if not _is_symbolic((*x, *y, *cut)):
-        sizes = _with(y, {scatter_dim: group_size * cut.scattered.largest})
+    if not is_symbolic((*x, *y, *cut)):
+        sizes = with_sizes(y, {scatter_dim: group_size * cut.scattered.largest})
         whole = (*sizes[:-1], x[-1]), (*sizes[: len(w) - 2], x[-1], sizes[-1])
         largest = of(matmul_reduce_scatter, *whole, reduce_op, scatter_dim, group_size)
-    block = _with(y, {scatter_dim: cut.scattered.sizes[cut.rank]})
+    block = with_sizes(y, {scatter_dim: cut.scattered.sizes[cut.rank]})
     return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op, cut=cut, largest=largest)
 
 
@@ -217,9 +220,9 @@ def cuts_columns(rows: int, n: int, group_size: int) -> bool:
 
 
 def check_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> None:
-    _check_group_size(group_size)
+    check_group_size(group_size)
     _check_matmul(x, w, "x")
-    _check_reduce_op(reduce_op)
+    check_reduce_op(reduce_op)
 
 
 def of(make: Callable[..., Any], *args: Any) -> Any:
@@ -230,8 +233,8 @@ def of(make: Callable[..., Any], *args: Any) -> Any:
         return make(*args)
 
 
-def _is_symbolic(arg: Any) -> bool:
-    return isinstance(arg, torch.SymInt) or (isinstance(arg, tuple) and any(map(_is_symbolic, arg)))
+def is_symbolic(arg: Any) -> bool:
+    return isinstance(arg, torch.SymInt) or (isinstance(arg, tuple) and any(map(is_symbolic, arg)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -292,15 +295,15 @@ def _num_lead(exchanged: Shape, w: Shape) -> int:
     return len(exchanged) - 1
 
 
-def _with(shape: Shape, sizes: Mapping[int, int]) -> list[int]:
+def with_sizes(shape: Shape, sizes: Mapping[int, int]) -> list[int]:
     return [sizes.get(dim, size) for dim, size in enumerate(shape)]
 
 
-def _gathered(shape: Shape, dim: int, group_size: int) -> list[int]:
-    return _with(shape, {dim: shape[dim] * group_size})
+def gathered_shape(shape: Shape, dim: int, group_size: int) -> list[int]:
+    return with_sizes(shape, {dim: shape[dim] * group_size})
 
 
-def _check_group_size(group_size: int) -> None:
+def check_group_size(group_size: int) -> None:
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
 
@@ -329,19 +332,19 @@ def _check_out_shape(n: int, out_shape: Shape | None) -> list[int]:
     return list(out_shape)
 
 
-def _check_dim(name: str, dim: int, ndim: int) -> int:
+def check_dim(name: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ValueError(f"{name} must be in [{-ndim}, {ndim - 1}], got {dim}")
     return dim % ndim
 
 
-def _check_dims(gather_dim: int, scatter_dim: int, ndim: int) -> tuple[int, int]:
-    gather, scatter = _check_dim("gather_dim", gather_dim, ndim), _check_dim("scatter_dim", scatter_dim, ndim)
+def check_dims(gather_dim: int, scatter_dim: int, ndim: int) -> tuple[int, int]:
+    gather, scatter = check_dim("gather_dim", gather_dim, ndim), check_dim("scatter_dim", scatter_dim, ndim)
     if gather == scatter:
         raise ValueError(f"gather_dim and scatter_dim must differ, got {gather_dim} and {scatter_dim}")
     return gather, scatter
 
 
-def _check_reduce_op(reduce_op: str) -> None:
+def check_reduce_op(reduce_op: str) -> None:
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
