@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -153,18 +158,6 @@ def summed(x: Tensor, op: str, name: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, name))
 
 
-def scattered(x: Tensor, size: int, name: str) -> Tensor:
-    return functional.wait_tensor(functional.reduce_scatter_tensor(x.contiguous(), "sum", size, name))
-
-
-def gathered(x: Tensor, size: int, name: str) -> Tensor:
-    return functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, name))
-
-
-def exchanged(x: Tensor, splits: list[int], name: str) -> Tensor:
-    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), splits, splits, name))
-
-
 class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, op: str, back: bool, name: str) -> Tensor:
@@ -189,39 +182,6 @@ class Held(torch.autograd.Function):
         return summed(grad, "sum", ctx.name), None
 
 
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
-        ctx.args = size, name
-        return scattered(x, size, name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return gathered(grad, *ctx.args), None, None
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, name: str) -> Tensor:
-        ctx.args = size, name
-        return gathered(x, size, name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return scattered(grad, *ctx.args), None, None
-
-
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: list[int], name: str) -> Tensor:
-        ctx.args = splits, name
-        return exchanged(x, splits, name)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return exchanged(grad, *ctx.args), None, None
-
-
 def splits_of(kind: str, x: Tensor, size: int, rank: int) -> list[int]:
     """The splits of an exchange, both ways: in an uneven one each rank keeps twice as much."""
     kept = 2 if kind == "uneven" else 1
@@ -235,8 +195,11 @@ def collective(kind: str, x: Tensor, size: int, rank: int, name: str) -> Tensor:
     if kind == "held":
         return Held.apply(x, name)
     if kind in EXCHANGES:
-        return Exchange.apply(x, splits_of(kind, x, size, rank), name)
-    return (Scatter if kind == "scatter" else Gather).apply(x, size, name)
+        splits = splits_of(kind, x, size, rank)
+        return all_to_all_single_autograd(x.contiguous(), splits, splits, name)
+    if kind == "scatter":
+        return reduce_scatter_tensor_autograd(x, "sum", 0, name)
+    return all_gather_tensor_autograd(x, 0, name)
 
 
 def by_hand(kind: str, xs: list[Tensor]) -> list[Tensor]:

@@ -222,3 +222,43 @@ def test_explain(rank: int) -> None:
         plan = fusedcomm.explain(case.op, x, **case.options(2))
         assert plan.op == case.op and plan.algorithm in ("unfused", "chunked")
     assert fusedcomm.explain("all_reduce", torch.empty(1 << 20, device="meta")).algorithm == "chunked"
+
+
+@on_ranks(2)
+def test_ranks_with_another_matmul_or_none_meet(rank: int) -> None:
+    """Each rank has a K of its own, and one multiplies by hand. In Python, and natively from the third call on."""
+    x, w = torch.ones(6, 3 + rank), torch.arange(4.0).expand(3 + rank, 4)
+    gathered_w = torch.ones(4, 2 + rank)
+    with started_group("chunked") as group:
+        for call in range(CALLS + 1):
+            y = (call + 1) * x @ w  # (call + 1) * (3 + rank) * [0, 1, 2, 3] in each row
+            by_op = (call + rank) % 2 == 0
+            given = ((call + 1) * x, w) if by_op else (y,)
+            prefix = "matmul_" if by_op else ""
+            rows = (call + 1) * torch.arange(4.0)
+            exchanged = getattr(fusedcomm, f"{prefix}all_to_all")(*given, 0, 1, group)
+            assert torch.equal(exchanged, torch.cat([(3 + r) * rows[2 * rank :][:2].expand(6, 2) for r in range(2)]))
+            total = getattr(fusedcomm, f"{prefix}all_reduce")(*given, group)
+            assert torch.equal(total, 7 * rows.expand(6, 4))
+            part = getattr(fusedcomm, f"{prefix}reduce_scatter")(*given, 0, group)
+            assert torch.equal(part, 7 * rows.expand(3, 4))
+            if by_op:
+                found = fusedcomm.all_gather_matmul(part, gathered_w, 0, group)
+            else:
+                found = fusedcomm.all_gather(part, 0, group) @ gathered_w
+            assert torch.equal(found, (7 * rows.sum()).expand(6, 2 + rank))
+
+
+@on_ranks(2)
+def test_an_input_may_be_frozen_on_one_rank_alone(rank: int) -> None:
+    """Its backward only exchanges the gradient, which its peer's multiplies too."""
+    x, w = torch.ones(4, 3, requires_grad=rank == 1), torch.ones(3, 2, requires_grad=True)
+    with started_group("chunked") as group:
+        for _ in range(CALLS + 1):
+            w.grad = x.grad = None
+            fusedcomm.matmul_all_to_all(x, w, 0, 1, group).backward(torch.full((8, 1), 1.0 + rank))
+            assert torch.equal(w.grad, torch.tensor([4.0, 8.0]).expand(3, 2))
+            assert rank == 0 or torch.equal(x.grad, torch.full((4, 3), 3.0))
+            w.grad = x.grad = None
+            fusedcomm.matmul_reduce_scatter(x, w, 0, group).backward(torch.full((2, 2), 1.0 + rank))
+            assert torch.equal(w.grad, torch.full((3, 2), 6.0))
