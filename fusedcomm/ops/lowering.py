@@ -5,7 +5,6 @@ Importing this module registers the lowerings, and imports Inductor, which takes
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +15,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.ops.library import lib
 from fusedcomm.ops.table import OPS
-
-_PLAIN = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")  # as backwards make them
 
 
 def _register() -> None:
@@ -30,28 +26,6 @@ def _register() -> None:
         lower = _lower_pair if spec.gathers else _lower_tensor
         lowering.add_layout_constraint(spec.op, _constrain_x if spec.is_plain else _constrain)
         lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
-    for op in _PLAIN:
-        overload = getattr(torch.ops._c10d_functional, op).default
-        if overload in lowering.lowerings:
-            lowering.lowerings[overload] = _lower_plain(overload, lowering.lowerings[overload])
-
-
-def _lower_plain(overload: torch._ops.OpOverload, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """A C++ wrapper cannot pass on a group name of type Any, as torch 2.13 has it; so it calls an op that takes str."""
-    name = str(overload._schema.name).partition("::")[2]
-    args = str(overload._schema).partition("(")[2].replace("Any group_name", "str group_name")
-    lib.define(f"{name}({args}", tags=[torch.Tag.pt2_compliant_tag])
-    lib.impl(name, overload, "CompositeImplicitAutograd")
-    same = getattr(torch.ops.fusedcomm, name).default
-
-    @functools.wraps(otherwise)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        if not V.graph.cpp_wrapper or V.graph.aot_mode:  # a package is to need no ops of fusedcomm but its own
-            return otherwise(*args, **kwargs)
-        create: Any = ir._CollectiveKernel.create_out_of_place
-        return ir.TensorBox.create(create(same, *args, **kwargs))
-
-    return lower
 
 
 def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:
