@@ -16,7 +16,7 @@ import fusedcomm
 from fusedcomm.bench import baselines, trace
 from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.table import num_bytes
-from fusedcomm.bench.timing import METHOD, Timing, ValuesDiffer, check_values, measure
+from fusedcomm.bench.timing import METHOD, Timing, ValuesDiffer, check_values, measure, repeated
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
@@ -73,16 +73,11 @@ def measure_plain(rank: int, op: str, size: int, dtype: str, device_type: str, r
     check_values(calls, check)
     x.normal_()
     repeat = max(1, min(MOST_CALLS, MEASURED_BYTES // size))
-    repeated = {name: partial(_repeat, call, repeat) for name, call in calls.items()}
-    times = {name: _of_one(t, repeat) for name, t in measure(repeated, device, rounds=rounds, warmup=2).items()}
+    timed = {name: partial(repeated, call, repeat) for name, call in calls.items()}
+    times = {name: _of_one(t, repeat) for name, t in measure(timed, device, rounds=rounds, warmup=2).items()}
     dims = {"all_to_all": (1, 0), "all_reduce": ()}.get(op, (0,))
     plan = fusedcomm.explain(op, x, *dims)
     return PlainRow(op, dtype, size, group_size, str(plan), times[BACKEND], times[OURS])
-
-
-def _repeat(call: Callable[[], Tensor], repeat: int) -> None:
-    for _ in range(repeat):
-        call()
 
 
 def _of_one(timing: Timing, repeat: int) -> Timing:

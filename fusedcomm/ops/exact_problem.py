@@ -49,12 +49,22 @@ class ExactProblem:
         same = program.same_grad_on_all_ranks
         self.biases = [self.integers((n,), 3, 0 if same else rank) for rank in range(num_ranks)] if bias else []
 
+    def splits(self, rank: int) -> Splits:
+        dim = self.program.gather_dim
+        if not self.uneven:
+            return EVEN
+        return Splits(None if dim is None else tuple(x.shape[dim] for x in self.xs), rank=rank)
+
     def exchange(self, rank: int) -> Exchange:
         """The geometry of a rank's call."""
-        dim, splits = self.program.gather_dim, EVEN
-        if self.uneven:
-            splits = Splits(None if dim is None else tuple(x.shape[dim] for x in self.xs), rank=rank)
-        return self.program.exchange(self.xs[rank], self.ws[rank], self.num_ranks, splits)
+        return self.program.exchange(self.xs[rank], self.ws[rank], self.num_ranks, self.splits(rank))
+
+    @property
+    def payloads(self) -> list[Tensor]:
+        """Every rank's tensor that the collective sends."""
+        if self.program.gathers:
+            return self.xs
+        return [torch.matmul(x.double(), w.double()) for x, w in zip(self.xs, self.ws, strict=True)]
 
     def results(self) -> list[Tensor]:
         """Every rank's result, in float64, by the program of all ranks: no communication to trust."""

@@ -1,7 +1,7 @@
 """Proved before use: a GPU's algorithm runs the calls of a group once it has been right there, on all ranks.
 
-At the first call of a kind of collective, small exact problems of all its ops run through all its algorithms, with a
-bias, in several rounds: which of them a rank has next to its collective is its own affair. Every rank compares its
+At the first call of a kind of collective, small exact problems of all its ops, the plain one too, run through all its
+algorithms, with a bias, in several rounds: which op a rank has there is its own affair. Every rank compares its
 results, bit by bit, with the whole group's program computed on the host, and the ranks vote. An algorithm that was
 wrong, late or raised on any rank is off for the group, until a reset lets it try again. Calls of uneven parts have a
 proof of their own.
@@ -40,6 +40,7 @@ from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.model import KINDS
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import calls
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
@@ -148,9 +149,10 @@ def _by_workspace(
     workspace.arm()
 
     def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
-        op, exchange = problem.program.op, problem.exchange(workspace.rank)
-        plan = Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
-        return problem, _run(problem, plan, workspace, dtype)
+        return problem, _run(problem, workspace, dtype, plan)
+
+    def plan(op: str, exchange: Exchange) -> Plan:
+        return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
 
     kind = problems[0].program.kind
     with workspace.guarded(kind):
@@ -166,13 +168,12 @@ def _by_group(
     ours: Member, problems: list[ExactProblem], dtype: torch.dtype
 ) -> list[tuple[ExactProblem, list[Tensor]]]:
     """Likewise, by the group's own collectives."""
-    results = []
-    for problem in problems:
-        exchange, sums = problem.exchange(ours.rank), ours.topology.backend_sums
-        plan = Plan(
-            problem.program.op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange
-        )
-        results.append((problem, _run(problem, plan, ours.memory, dtype)))
+
+    def plan(op: str, exchange: Exchange) -> Plan:
+        sums = ours.topology.backend_sums
+        return Plan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
+
+    results = [(problem, _run(problem, ours.memory, dtype, plan)) for problem in problems]
     _synchronize(ours.device)
     return results
 
@@ -182,19 +183,30 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _run(problem: ExactProblem, plan: Plan, memory: CallMemory, dtype: torch.dtype) -> list[Tensor]:
-    """The result of one rank, and of a gather the exchanged x."""
-    x, w, bias = (ts[memory.rank].to(memory.device, dtype) for ts in (problem.xs, problem.ws, problem.biases))
-    args = Arguments(x, [w], [bias], problem.num_ranks, memory.group_name, return_gathered=True)
-    if not problem.program.gathers:
-        args = args._replace(out=x.new_full(problem.exchange(memory.rank).out_shape, math.nan))
-    spec = OPS[plan.op]
-    return calls.run(plan, memory, spec.program, *spec.operands(args)).returned
+def _run(
+    problem: ExactProblem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
+) -> list[Tensor]:
+    """The results of one rank: the op's, of a gather the exchanged x, and the collective's alone."""
+    program, rank, group = problem.program, memory.rank, (problem.num_ranks, memory.group_name)
+    tensors = problem.xs, problem.ws, problem.biases, problem.payloads
+    x, w, bias, payload = (ts[rank].to(memory.device, dtype) for ts in tensors)
+    args = Arguments(x, [w], [bias], *group, return_gathered=True)
+    exchange = problem.exchange(rank)
+    if not program.gathers:
+        args = args._replace(out=x.new_full(exchange.out_shape, math.nan))
+    alone = Arguments(payload, [], [], *group, problem.splits(rank))
+    alone = alone._replace(gather_dim=program.gather_dim or 0, scatter_dim=program.scatter_dim or 0)
+    found: list[Tensor] = []
+    calls_of_kind = (program.op, args, exchange), (program.kind, alone, OPS[program.kind].exchange_of(alone))
+    for name, call, geometry in calls_of_kind:
+        spec = OPS[name]
+        found += calls.run(plan(name, geometry), memory, spec.program, *spec.operands(call)).returned
+    return found
 
 
 def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
-    gathered = [problem.program.exchanged(problem.xs)[rank]] if problem.program.gathers else []
-    return [problem.results()[rank], *gathered]
+    alone = problem.program.exchanged(problem.payloads)[rank]
+    return [problem.results()[rank], *[alone] * (1 + problem.program.gathers)]
 
 
 def _voted(own: Member, kind: str, what: str, cause: int, wrong: str) -> str:

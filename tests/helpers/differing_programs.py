@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import (
-    all_gather_tensor_autograd,
-    all_to_all_single_autograd,
-    reduce_scatter_tensor_autograd,
-)
+from torch.distributed import _functional_collectives as fc
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -151,8 +147,6 @@ ORDERS: dict[str, tuple[Callable[[Tensor, int, int], Tensor], Callable[[Tensor, 
     ),
 }
 
-# collectives of dim 0, and their adjoints
-
 
 def summed(x: Tensor, op: str, name: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), op, name))
@@ -196,10 +190,10 @@ def collective(kind: str, x: Tensor, size: int, rank: int, name: str) -> Tensor:
         return Held.apply(x, name)
     if kind in EXCHANGES:
         splits = splits_of(kind, x, size, rank)
-        return all_to_all_single_autograd(x.contiguous(), splits, splits, name)
+        return fc.all_to_all_single_autograd(x.contiguous(), splits, splits, name)
     if kind == "scatter":
-        return reduce_scatter_tensor_autograd(x, "sum", 0, name)
-    return all_gather_tensor_autograd(x, 0, name)
+        return fc.reduce_scatter_tensor_autograd(x, "sum", 0, name)
+    return fc.all_gather_tensor_autograd(x, 0, name)
 
 
 def by_hand(kind: str, xs: list[Tensor]) -> list[Tensor]:

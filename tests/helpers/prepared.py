@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +13,7 @@ import fusedcomm
 from fusedcomm.ops import dispatch
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.spies import first_arguments
 
 CALLS = 6
 IN_PYTHON = 2  # the first call of a kind, and the one whose plan is kept
@@ -28,19 +28,9 @@ def started_group(algorithm: str, **env: str) -> Iterator[Any]:
         yield group
 
 
-@contextmanager
-def python_calls() -> Iterator[list[str]]:
+def python_calls() -> AbstractContextManager[list[str]]:
     """The ops whose kernels in Python run inside."""
-    ran: list[str] = []
-    prepare = dispatch.prepare
-
-    def counted(op: str, *args: Any) -> Any:
-        ran.append(op)
-        return prepare(op, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "prepare", counted)
-        yield ran
+    return first_arguments(dispatch, "prepare")
 
 
 def check_prepared(group: Any, problem: Problem, dtype: torch.dtype, calls: int = CALLS) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -126,3 +127,16 @@ def saved_for_backward() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         yield saved
+
+
+@contextmanager
+def first_arguments(owner: Any, name: str) -> Iterator[list[Any]]:
+    """The first arguments of the calls of ``owner.name`` inside."""
+    found, run = list[Any](), getattr(owner, name)
+
+    def spied(first: Any, *args: Any) -> Any:
+        found.append(first)
+        return run(first, *args)
+
+    with mock.patch.object(owner, name, spied):
+        yield found

@@ -149,7 +149,15 @@ def wrong_where_copy_engines_send(rank: int, right: Plant, plan: Any, memory: An
     return ran
 
 
+def wrong_without_a_matmul(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
+    ran = right(plan, *args)
+    if rank == 1 and plan.exchange.is_plain:
+        ran.returned[0][-1, -1] += 1
+    return ran
+
+
 PLANTED = {
+    "wrong alone": (wrong_without_a_matmul, "rank 1 gave wrong values: 1 of "),
     "wrong by copies": (wrong_where_copy_engines_send, "rank 1 gave wrong values: 1 of "),
     "wrong": (wrong_on_one_rank, "rank 1 gave wrong values: 1 of "),
     "raises": (raises_on_one_rank, "rank 1 raised RuntimeError: planted"),
@@ -194,6 +202,7 @@ def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, proble
         ("forgets the bias", REDUCE),
         ("overruns", PUSH),
         ("wrong by copies", GATHER),
+        ("wrong alone", GATHER),
     ],
     ids=str,
 )

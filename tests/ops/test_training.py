@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.prepared import IN_PYTHON, python_calls, started_group
 from tests.helpers.problems import GATHERS, OPS, Problem, flat, integers, unflat
-from tests.helpers.spies import Dispatched
+from tests.helpers.spies import Dispatched, first_arguments
 from tests.helpers.tiers import nightly_but
 from tests.ops.test_call_check import ONE_EACH
 
@@ -34,19 +34,9 @@ STEPS = 5
 NATIVE_NODE = "torch::autograd::CppNode<fusedcomm::TrainingNode>"
 
 
-@contextmanager
-def formula_runs() -> Iterator[list[Formula]]:
+def formula_runs() -> AbstractContextManager[list[Formula]]:
     """The formulas whose backward runs in Python inside."""
-    ran: list[Formula] = []
-    run = Formula.run
-
-    def counted(self: Formula, *args: Any) -> Any:
-        ran.append(self)
-        return run(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Formula, "run", counted)
-        yield ran
+    return first_arguments(Formula, "run")
 
 
 @dataclass

@@ -203,6 +203,16 @@ def test_a_pipelined_call_is_proved_first(capturing: list[bool]) -> None:
     assert planner.plan(OP, WIDE, BF16, ours).reason == "pipelined of bfloat16 failed its proof"
 
 
+def test_where_one_algorithm_failed_its_proof_the_other_runs(capturing: list[bool]) -> None:
+    capturing.append(False)
+    ours = member(verdict=replace(ABLE, prove=True))
+    assert planner.plan(OP, LARGE, BF16, ours).algorithm == "chunked"
+    ours.outcomes |= {"all_to_all fused bfloat16": "", "all_to_all chunked bfloat16": "it was wrong"}
+    assert planner.plan(OP, LARGE, BF16, ours).algorithm == "fused"
+    ours.outcomes["all_to_all fused bfloat16"] = "it was late"
+    assert planner.plan(OP, LARGE, BF16, ours).reason == "it was late"
+
+
 TERABYTES = replace(ABLE, workspace_bytes=1 << 50)
 REDUCED, GATHERED, BOTH = "matmul_reduce_scatter", "all_gather_matmul", "all_to_all_matmul"
 

@@ -16,9 +16,8 @@ from fusedcomm.compile.graph.layout import Factor
 from fusedcomm.compile.graph.rewrite import consecutive
 from fusedcomm.plan.call_plan import CALL, GRAPH, ORDERED
 
-AGREED = (
-    "fusedcomm_changed_by"  # in the metadata of a collective that ranks changed together: the digest they agreed to
-)
+# In the metadata of a collective that ranks changed together: the digest that they agreed to.
+AGREED = "fusedcomm_changed_by"
 
 
 def of(collective: Collective, chunk: Iterable[Factor], sent: Iterable[Factor], blocks: Factor) -> str:
