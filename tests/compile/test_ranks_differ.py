@@ -104,13 +104,13 @@ def check(rank: int, seeds: Iterable[int], run: Callable[..., Any]) -> None:
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_passes(rank: int, world_size: int) -> None:
-    check(rank, range(80 // world_size), traced)
+    check(rank, range(60 // world_size), traced)
 
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_compiled(rank: int, world_size: int) -> None:
-    check(rank, range(10 // world_size), compiled)
+    check(rank, range(8 // world_size), compiled)
 
 
 @on_ranks(2)
