@@ -28,6 +28,8 @@ PROBLEMS = {
     "matmul_all_reduce": Problem("traffic", (2, 12, 5), 8, bias=True, op="matmul_all_reduce"),
 }
 
+FROZEN = ("", "w", "x", "xw")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -46,31 +48,15 @@ class Row:
 
 
 TABLE = [
-    Row("matmul_all_to_all", 1, 1),
-    Row("matmul_all_to_all", 1, 1, "w"),
-    Row("matmul_all_to_all", 1, 1, "wb"),
-    Row("matmul_all_to_all", 1, 1, "x"),
-    Row("matmul_all_to_all", 1, 1, "xw"),
-    Row("all_to_all_matmul", 1, 1),
-    Row("all_to_all_matmul", 1, 1, "w"),
-    Row("all_to_all_matmul", 1, 0, "x"),
-    Row("all_to_all_matmul", 1, 0, "xw"),
-    Row("all_to_all_matmul", 1, 2, save=False),
-    Row("all_to_all_matmul", 1, 1, "x", save=False),
-    Row("all_to_all_matmul", 1, 1, "w", save=False),
-    Row("all_gather_matmul", 1, 1),
-    Row("all_gather_matmul", 1, 1, "w"),
-    Row("all_gather_matmul", 1, 0, "x"),
-    Row("all_gather_matmul", 1, 0, "xw"),
-    Row("all_gather_matmul", 1, 2, save=False),
-    Row("all_gather_matmul", 1, 1, "x", save=False),
-    Row("all_gather_matmul", 1, 1, "w", save=False),
-    Row("matmul_reduce_scatter", 1, 1),
-    Row("matmul_reduce_scatter", 1, 1, "w"),
-    Row("matmul_reduce_scatter", 1, 1, "x"),
-    Row("matmul_reduce_scatter", 1, 0, "xw"),
-    Row("matmul_all_reduce", 2, 0),
-    Row("matmul_all_reduce", 2, 0, "x"),
+    *(Row("matmul_all_to_all", 1, 1, frozen) for frozen in ("", "w", "wb", "x", "xw")),
+    *(Row(op, 1, "x" not in frozen, frozen) for op in ("all_to_all_matmul", "all_gather_matmul") for frozen in FROZEN),
+    *(
+        Row(op, 1, parts, frozen, save=False)
+        for op in ("all_to_all_matmul", "all_gather_matmul")
+        for parts, frozen in ((2, ""), (1, "x"), (1, "w"))
+    ),
+    *(Row("matmul_reduce_scatter", 1, frozen != "xw", frozen) for frozen in FROZEN),
+    *(Row("matmul_all_reduce", 2, 0, frozen) for frozen in ("", "x")),
 ]
 
 

@@ -11,7 +11,9 @@ import pickle
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -298,3 +300,23 @@ def test_the_gpu_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert all(row.name in said for row in speeds.TABLE)
     (recorded,) = tmp_path.glob("gpu-none-*.json")
     assert len(json.loads(recorded.read_text())["cases"]) == sum("case" in line for line in lines)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_clone_that_is_not_installed_has_it(tmp_path: Path) -> None:
+    """A venv that has torch alone: what needs the native part or an installed command is skipped."""
+    clone, there = tmp_path / "clone", tmp_path / "venv"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    venv.create(there)
+    (purelib,) = there.glob("lib/python*/site-packages")
+    (purelib / "torch.pth").write_text(sysconfig.get_path("purelib"))  # torch, but not this checkout
+    arguments = f"PYTHON={there / 'bin/python'}", "GPU_CHECK_ARGS=--device cpu --only machine processes commands"
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
+    done = subprocess.run(["make", "gpu-check", *arguments], cwd=clone, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (clone / "build/gpu-check.jsonl").read_text().splitlines()]
+    cases = {f"{line['part']}/{line['case']}": line for line in lines if "case" in line}
+    assert all(cases[f"processes/2 ranks unfused: {case}"]["found"]["calls"] for case in SMALL)
+    assert "(it was not built)" in cases[f"processes/2 ranks chunked: {SMALL[0]}"]["skipped"]
+    assert "is not installed" in cases["commands/doctor"]["skipped"]
