@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -149,15 +150,15 @@ def wrong_where_copy_engines_send(rank: int, right: Plant, plan: Any, memory: An
     return ran
 
 
-def wrong_without_a_matmul(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
+def wrong_where(is_wrong: Callable[..., bool], rank: int, right: Plant, plan: Any, *args: Any) -> Any:
     ran = right(plan, *args)
-    if rank == 1 and plan.exchange.is_plain:
-        ran.returned[0][-1, -1] += 1
+    if rank == 1 and is_wrong(plan.exchange, ran.returned[0].dtype):
+        ran.returned[0][0, 0] += 1
     return ran
 
 
 PLANTED = {
-    "wrong alone": (wrong_without_a_matmul, "rank 1 gave wrong values: 1 of "),
+    "wrong alone": (partial(wrong_where, lambda exchange, _: exchange.is_plain), "rank 1 gave wrong values: 1 of "),
     "wrong by copies": (wrong_where_copy_engines_send, "rank 1 gave wrong values: 1 of "),
     "wrong": (wrong_on_one_rank, "rank 1 gave wrong values: 1 of "),
     "raises": (raises_on_one_rank, "rank 1 raised RuntimeError: planted"),
@@ -225,11 +226,8 @@ def test_what_fails_its_proof_is_off_for_all_ranks(rank: int, tmp_path: Path, na
     assert time.monotonic() - start < 10
 
 
-def wrong_if_uneven(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
-    ran = right(plan, *args)
-    if rank == 1 and plan.exchange.cut is not None:
-        ran.returned[0][0, 0] += 1
-    return ran
+def wrong_if_uneven(*args: Any) -> Any:
+    return wrong_where(lambda exchange, _: exchange.cut is not None, *args)
 
 
 UNEVEN = {  # calls whose parts differ in size, by rank and group; they give 4 everywhere
@@ -266,13 +264,8 @@ def test_parts_of_different_sizes_have_a_proof_of_their_own(
 
 @on_ranks(2)
 def test_other_kinds_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
-    def wrong_in_float32(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
-        ran = right(plan, *args)
-        if rank == 1 and ran.returned[0].dtype == torch.float32 and not plan.exchange.gathers:
-            ran.returned[0][0, 0] += 1
-        return ran
-
-    with proving(tmp_path, wrong_in_float32) as (group, _made):
+    pushes = partial(wrong_where, lambda exchange, dtype: dtype == torch.float32 and not exchange.gathers)
+    with proving(tmp_path, pushes) as (group, _made):
         check(group, GATHER, call(group, GATHER))
         check(group, PUSH, call(group, PUSH))
         x, w = torch.ones(4, 4).bfloat16(), torch.ones(4, 4).bfloat16()
