@@ -35,7 +35,7 @@ def enable(
     overlap: bool = False,
     estimator: Estimator | None = None,
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
-    commute: bool = True,
+    commute: bool = False,
 ) -> None:
     """Add the passes to torch.compile's (Inductor's), after existing ones, and begin a new `report()`.
 
@@ -59,8 +59,9 @@ def enable(
             ranks, which must compile equal graphs.
         commute: whether an exchange moves over ops that act on each of its blocks alone, as norms, rotary embeddings
             and streams of tokens do between a projection and attention, where it can then be fused and the cost model
-            expects a gain. Every rank's values and gradients stay the program's, in another order of sums; where ranks'
-            programs differ there, the exchange stays, as everything that needs all ranks' consent.
+            expects a gain (no GPU has shown one yet). Every rank's values and gradients stay the program's, in another
+            order of sums; where ranks' programs differ there, the exchange stays, as everything that needs all ranks'
+            consent.
 
     Raises:
         ValueError: fuse names no op; estimator comes without overlap; overlap comes before
@@ -107,7 +108,7 @@ def enabled(
     overlap: bool = False,
     estimator: Estimator | None = None,
     merge: DeviceMesh | Sequence[DeviceMesh] | None = None,
-    commute: bool = True,
+    commute: bool = False,
 ) -> Iterator[CompileReport]:
     """Add the passes for graphs compiled inside the ``with`` statement, backwards included, then restore the former.
     torch compiles a backward at its first use, which may come after the statement: inside it backwards are compiled

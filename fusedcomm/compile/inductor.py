@@ -61,6 +61,16 @@ def remove(custom_pass: Any) -> None:
         setattr(config, setting, _joined(left))
 
 
+def reorders_collectives() -> bool:
+    """Whether a setting, equal on all ranks as all that changes collectives, lets Inductor overlap or bucket them."""
+    buckets = (f"bucket_{name}_fx" for name in ("all_gathers", "reduce_scatters", "all_reduces"))
+    return (
+        config.reorder_for_compute_comm_overlap
+        or config.aten_distributed_optimizations.enable_overlap_scheduling
+        or any(getattr(config, name, "none") != "none" for name in buckets)
+    )
+
+
 def _with_passes(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
     """torch's ``compile_fx``, with the passes that settings of this one compile would leave out."""
     patches = dict(config_patches or {})

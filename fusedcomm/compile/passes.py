@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm import files
+from fusedcomm.compile import inductor
 from fusedcomm.compile.commute import digests
 from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
 from fusedcomm.compile.commute.digests import Check
@@ -45,7 +46,7 @@ class Settings:
     fuse: tuple[str, ...] = OPS
     overlap: tuple[Estimator, ...] = ()  # one per type of device, agreed on by all ranks; none: no scheduling
     merge: tuple[FlattenedMesh, ...] = ()  # collectives are merged over the dims of these
-    commute: bool = True  # exchanges move towards matmuls
+    commute: bool = False  # exchanges move towards matmuls
 
     def estimator(self, graph: Graph) -> Estimator | None:
         """The Estimator for the device of the graph, if there is one."""
@@ -215,7 +216,7 @@ class _Run:
 
     def _fused_and_settled(self, ops: Sequence[str]) -> tuple[list[Fused], list[Fused]]:
         fused = self.fuser.fuse(ops, changes=False)
-        plain = self.fuser.plain(self.settings.fuse, self.changed)
+        plain = [] if inductor.reorders_collectives() else self.fuser.plain(self.settings.fuse, self.changed)
         settle(self.graph)
         return fused, plain
 

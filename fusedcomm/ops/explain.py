@@ -31,7 +31,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
         op: the name of an op.
 
     Returns:
-        A `Plan`, equal on all ranks; it prints as one line.
+        A `Plan`, equal on all ranks; it prints as one line. After such a call its `schedule` prints the steps of this
+        rank, one a line.
 
     Raises:
         ValueError: op is no op, or an argument is not as the op takes it.
@@ -63,5 +64,6 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     device = x.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan, _ = prepare(op, exchange, x.dtype, device, group_name)
-    return plan
+    plan, ours = prepare(op, exchange, x.dtype, device, group_name)
+    kept = [] if ours is None else [*ours.plans.values()]
+    return next((each for each in kept if each == plan and each.exchange == exchange), plan)

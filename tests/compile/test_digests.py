@@ -34,7 +34,7 @@ def left(program: Program) -> str:
     """The reasons in the report; the values are the program's, as the exchanges stay where they are."""
     torch._dynamo.reset()
     values = inputs()
-    with no_latency(), fusedcomm.compile.enabled() as report:
+    with no_latency(), fusedcomm.compile.enabled(commute=True) as report:
         got = results(torch.compile(program, fullgraph=True, backend=interpreted), values)
     torch.testing.assert_close(got, results(program, values))
     return "; ".join(line.reason for line in report.collectives)
@@ -91,7 +91,7 @@ def test_dynamic_sizes_are_compared_when_they_are_new(rank: int, name: str) -> N
     torch._dynamo.reset()
     values = inputs()
     ask = patch.object(same_moves, "_ask", wraps=same_moves._ask)
-    with no_latency(), fusedcomm.compile.enabled(), torch.no_grad(), ask as votes:
+    with no_latency(), fusedcomm.compile.enabled(commute=True), torch.no_grad(), ask as votes:
         compiled = torch.compile(sized, fullgraph=True, backend=interpreted)
         met = []
         for rows in (2, 3, 2):
@@ -124,7 +124,7 @@ def test_a_size_that_is_known_too_late_stands_in_the_way(rank: int) -> None:
     with (
         patch.object(torch._dynamo.config, "capture_scalar_outputs", True),
         no_latency(),
-        fusedcomm.compile.enabled() as report,
+        fusedcomm.compile.enabled(commute=True) as report,
     ):
         got = torch.compile(program, fullgraph=True, backend=interpreted)(values)
     torch.testing.assert_close(got, program(values))
@@ -170,7 +170,7 @@ def test_scheduled_graphs_compare_too(rank: int, cpp_wrapper: bool) -> None:
     with (
         no_latency(),
         inductor.patch(cpp_wrapper=cpp_wrapper),
-        fusedcomm.compile.enabled(overlap=not cpp_wrapper),
+        fusedcomm.compile.enabled(overlap=not cpp_wrapper, commute=True),
         patch("fusedcomm.ops.same_moves._ask") as ask,
         torch.no_grad(),
     ):

@@ -147,7 +147,7 @@ def test_the_matmul_stays_and_the_reason_is_said(name: str) -> None:
     with fake_world([*range(R)]):
         graph = aten_graph(program, [torch.ones(shape) for shape in shapes]).graph
         before = str(graph), targets(graph, "aten")
-        FusedcommPass(Settings(commute=False), report)(graph)
+        FusedcommPass(Settings(), report)(graph)
     (line,) = report.collectives
     kind = line.collective
     if name in NOT_SERVED:

@@ -98,7 +98,7 @@ def test_one_rank_reads_it(rank: int) -> None:
 
     x, w = torch.randn(4, 6) + rank, torch.randn(6, 8)
     want = program(x, w)
-    with fusedcomm.compile.enabled(overlap=True):
+    with fusedcomm.compile.enabled(overlap=True, commute=True):
         got = torch.compile(program, fullgraph=True)(x, w)
     torch.testing.assert_close(got, want)
 

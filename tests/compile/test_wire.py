@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
 from torch.fx import Graph
 
 from fusedcomm.compile.graph.collectives import argument_of, is_op
@@ -34,7 +35,7 @@ def passed(program: Program, *shapes: tuple[int, ...], answer: Answer | None = N
     report = CompileReport()
     with fake_world([*range(R)]), mock.patch.object(Sequence, "ask", return_value=answer or Answer(YES)):
         graph = aten_graph(program, [torch.ones(shape) for shape in shapes]).graph
-        FusedcommPass(Settings(commute=False), report)(graph)
+        FusedcommPass(Settings(), report)(graph)
     return graph, report
 
 
@@ -103,6 +104,13 @@ def narrowed(x: Tensor, w: Tensor) -> Tensor:
 def waits_for_a_later_one(x: Tensor, w: Tensor) -> Tensor:
     gathered = all_gather(x, 0, world())
     return gathered @ all_gather(w, 0, world())
+
+
+@pytest.mark.parametrize("setting", ["reorder_for_compute_comm_overlap", "bucket_all_reduces_fx"])
+def test_inductor_keeps_what_it_is_to_overlap(setting: str) -> None:
+    with config.patch({setting: "all" if setting.startswith("bucket") else True}):
+        assert ops(lambda x, w: reduced(x.sin()) @ w, X, W) == []
+    assert ops(lambda x, w: reduced(x.sin()) @ w, X, W) == [("all_reduce", "graph")]
 
 
 CHANGES: dict[str, tuple[Program, list[tuple[int, ...]], list[str], list[str]]] = {  # ops with consent, and without

@@ -162,14 +162,14 @@ class LeftByHandler(Exception):
 @contextmanager
 def handled(handler: Callable[[], None]) -> Iterator[None]:
     """A signal comes after a moment, and its handler runs."""
-    before = signal.signal(signal.SIGUSR1, lambda *args: handler())
-    timer = threading.Timer(AFTER_S, os.kill, (os.getpid(), signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR2, lambda *args: handler())  # by SIGUSR1 silent ranks tell where they are
+    timer = threading.Timer(AFTER_S, os.kill, (os.getpid(), signal.SIGUSR2))
     timer.start()
     try:
         yield
     finally:
         timer.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
 
 
 @on_ranks(2)

@@ -221,7 +221,11 @@ def test_explain(rank: int) -> None:
         x = case.cut(case.whole(torch.float32), 2)[rank].to("meta")
         plan = fusedcomm.explain(case.op, x, **case.options(2))
         assert plan.op == case.op and plan.algorithm in ("unfused", "chunked")
-    assert fusedcomm.explain("all_reduce", torch.empty(1 << 20, device="meta")).algorithm == "chunked"
+    x = torch.ones(1 << 20)
+    assert fusedcomm.explain("all_reduce", x.to("meta")).algorithm == "chunked"
+    fusedcomm.all_reduce(x)
+    schedule = fusedcomm.explain("all_reduce", x).schedule
+    assert schedule is not None and len(str(schedule).splitlines()) == len(schedule.steps) > 0
 
 
 @on_ranks(2)
