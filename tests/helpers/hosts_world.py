@@ -86,7 +86,7 @@ def values(rank: int, folder: Path) -> dict[str, Any]:
 GLOO_S = 3.0
 VOTE_S = 1.0  # on host 1, where no vote can succeed
 BACK_S = 60.0
-LARGER = Problem("larger", (1024, 2), 512, 0, 1)  # 2 MiB per peer: more than a slot of the first workspace
+LARGER = Problem("larger", (1024, 2), 512, 0, 1)  # 2 MiB per peer: beyond the first workspace, and two pieces
 STEPS = ("growth", "reset", "close", "first call")  # calls that need the store
 
 
@@ -161,7 +161,7 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
         if rank in MEMBERS["host 1"]:
             os.environ["FUSEDCOMM_TIMEOUT_S"] = str(VOTE_S)
         with cutting(rank):
-            found["across"] = until_error(cross, problem)
+            found["across"] = until_error(cross, LARGER)
             meet(rank, folder, "cut")
             found["gather across"] = until_error(other, gather)
         meet(rank, folder, "failed")
