@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -43,6 +42,7 @@ from fusedcomm.launch.ranks import RankError, RankFailure
 from fusedcomm.testing import launch_now
 from tests.helpers.broken_parts import FAULTS
 from tests.helpers.tiers import nightly_but
+from tests.helpers.waiting import is_alive
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -69,12 +69,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*asked: Part, budget_s: float = 60) -> tuple[list[PartResult], list[dict[str, Any]]]:
     lines: list[dict[str, Any]] = []
     return run_parts(asked, "cpu", budget_s, lines.append), lines
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def leftover(folder: Path) -> int | None:

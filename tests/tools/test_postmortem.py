@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fusedcomm.tools import dump_verdicts
 from fusedcomm.tools.dump_verdicts import Dump, RecordedCall, judge
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import PROBLEMS
+from tests.helpers.waiting import wait_until
 
 HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 WORLD = [0, 1, 2]
@@ -120,13 +120,6 @@ def test_a_file_that_is_no_dump_is_named_and_left(
     assert (report["silent"], len(report["problems"]), report["groups"][0]["last"]["0"]["number"]) == ([1, 2], 1, 1)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "this did not happen"
-        time.sleep(0.05)
-
-
 def outside(go: Path) -> None:
     """Wait outside of fusedcomm, as in a data loader."""
     while not go.exists():
@@ -160,8 +153,8 @@ def test_a_rank_that_is_late(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 seen = unseen or any(each.waiting_for is not None for each in last[:2])
                 return seen and [(c.number, c.state) for c in last] == [(4, "running"), (4, "running"), (3, "done")]
 
-            until((tmp_path / f"{algorithm} ready").exists)
-            until(both_wait)
+            wait_until((tmp_path / f"{algorithm} ready").exists)
+            wait_until(both_wait)
             (tmp_path / f"{algorithm} go").touch()
             assert tools.main(["postmortem", str(tmp_path)]) == 0
             said = " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from fusedcomm.launch import ranks
 from fusedcomm.testing import KILLED, RankError, RankPool
 from tests.helpers import fork_server
+from tests.helpers.waiting import is_alive, wait_until
 
 
 def total(rank: int, offset: int) -> torch.Tensor:
@@ -61,18 +61,8 @@ def use_the_store_in_rank_1(rank: int) -> int:
     return rank
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_until_dead(pids: list[int], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [pid for pid in pids if is_alive(pid)]
+    wait_until(lambda: not any(map(is_alive, pids)), timeout_s)
 
 
 @pytest.fixture(scope="module")
