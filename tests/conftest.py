@@ -19,7 +19,7 @@ import pytest
 from fusedcomm.launch import ranks as rank_processes
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers import compilers as kernel_compilers
-from tests.helpers import fork_server
+from tests.helpers import fork_server, negative_controls
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
@@ -29,12 +29,14 @@ TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers share out files. Those that need compiled kernels count as one, as a worker compiles its own."""
+    """Workers share out files, and controls one by one. Files that need compiled kernels count as one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if file in negative_controls.TESTS:
+                return nodeid
             return "compiled" if file in kernel_compilers.USED_BY else file
 
     return ByFile(config, log)

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from fusedcomm.launch.provenance import run_facts
+from tests.helpers.negative_controls import TESTS as CONTROLS
 
 ROOT = Path(__file__).parents[1]
 JSON_FILE = ROOT / "build/nightly.jsonl"
 PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--max-worker-restart", "0")
 NIGHTLY = (*PYTEST, "-m", "nightly")
-CONTROLS = ("tests/package/test_negative_controls.py", "tests/package/test_native_controls.py")
 FAULTS = "tests/tools/test_fault_matrix.py"
 SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/memory/test_sanitizers.py"
 SOAK_CALLS = ("--device", "cpu", "--ranks", "4", "--calls", "100000", "--seconds", "600")
