@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 MAP_NORESERVE = 0x4000  # Linux; the mmap module has no name for it before Python 3.13
-
-
 _BEFORE = 2**31  # elements: an index that has wrapped to a negative one finds a zero, and no end of the memory
 
 
