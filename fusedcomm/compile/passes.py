@@ -216,7 +216,12 @@ class _Run:
 
     def _fused_and_settled(self, ops: Sequence[str]) -> tuple[list[Fused], list[Fused]]:
         fused = self.fuser.fuse(ops, changes=False)
-        plain = [] if inductor.reorders_collectives() else self.fuser.plain(self.settings.fuse, self.changed)
+        plain: list[Fused] = []
+        if not inductor.reorders_collectives():
+            plain = self.fuser.plain(self.settings.fuse, self.changed)
+        else:
+            for name in self.starts:
+                self.fuser.reasons.setdefault(name, []).append("Inductor is set to overlap or bucket it")
         settle(self.graph)
         return fused, plain
 
