@@ -35,9 +35,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            if file in negative_controls.TESTS:
-                return nodeid
-            return "compiled" if file in kernel_compilers.USED_BY else file
+            alone = nodeid if file in negative_controls.TESTS else file
+            return "compiled" if file in kernel_compilers.USED_BY else alone
 
     return ByFile(config, log)
 

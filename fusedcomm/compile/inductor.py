@@ -64,8 +64,8 @@ def remove(custom_pass: Any) -> None:
 def reorders_collectives() -> bool:
     """Whether a setting, equal on all ranks as all that changes collectives, lets Inductor overlap or bucket them."""
     buckets = (f"bucket_{name}_fx" for name in ("all_gathers", "reduce_scatters", "all_reduces"))
-    return (
-        config.reorder_for_compute_comm_overlap
+    return bool(
+        (config.reorder_for_compute_comm_overlap and config.reorder_for_compute_comm_overlap_passes)
         or config.aten_distributed_optimizations.enable_overlap_scheduling
         or any(getattr(config, name, "none") != "none" for name in buckets)
     )

@@ -21,7 +21,8 @@ from tests.helpers.graphs import aten_graph
 from tests.helpers.merge_world import fake_world
 from tests.helpers.program_parts import AllToAll, all_gather, heads_first, reduce_scatter, tokens_first, world
 
-R, X, W = 2, (4, 6), (6, 8)
+R, X, W, REORDER = 2, (4, 6), (6, 8), "reorder_for_compute_comm_overlap"
+SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
 Program = Callable[..., Any]
 NO = Answer(OTHER, (1,), (1,))
 
@@ -106,12 +107,14 @@ def waits_for_a_later_one(x: Tensor, w: Tensor) -> Tensor:
     return gathered @ all_gather(w, 0, world())
 
 
-@pytest.mark.parametrize("setting", ["reorder_for_compute_comm_overlap", "bucket_all_reduces_fx"])
-def test_inductor_keeps_what_it_is_to_overlap(setting: str) -> None:
-    with config.patch({setting: "all" if setting.startswith("bucket") else True}):
+@pytest.mark.parametrize("other", ["", "bucket_all_reduces_fx", SCHEDULING])
+def test_inductor_keeps_what_it_is_to_overlap(other: str) -> None:
+    reorder = {f"{REORDER}_passes": [] if other else ["raise_comms"], REORDER: True}  # without passes it does nothing
+    with config.patch(reorder | ({other: "all"} if other else {})):
         _, report = passed(lambda x, w: reduced(x.sin()) @ w, X, W)
     assert [line.status for line in report.collectives] == ["exposed"] and "Inductor is set" in str(report)
-    assert ops(lambda x, w: reduced(x.sin()) @ w, X, W) == [("all_reduce", "graph")]
+    with config.patch({f"{REORDER}_passes": [], REORDER: True}):
+        assert ops(lambda x, w: reduced(x.sin()) @ w, X, W) == [("all_reduce", "graph")]
 
 
 CHANGES: dict[str, tuple[Program, list[tuple[int, ...]], list[str], list[str]]] = {  # ops with consent, and without
