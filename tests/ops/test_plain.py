@@ -221,10 +221,8 @@ def test_explain(rank: int) -> None:
         x = case.cut(case.whole(torch.float32), 2)[rank].to("meta")
         plan = fusedcomm.explain(case.op, x, **case.options(2))
         assert plan.op == case.op and plan.algorithm in ("unfused", "chunked")
-    x = fusedcomm.all_reduce(torch.ones(1 << 20))
-    assert fusedcomm.explain("all_reduce", x.to("meta")).algorithm == "chunked"
-    schedule = fusedcomm.explain("all_reduce", x).schedule
-    assert schedule is not None and len(str(schedule).splitlines()) == len(schedule.steps) > 0
+    plan = fusedcomm.explain("all_reduce", fusedcomm.all_reduce(torch.ones(1 << 20)))
+    assert plan.algorithm == "chunked" and len(str(plan.schedule).splitlines()) > 1
 
 
 @on_ranks(2)
