@@ -73,7 +73,7 @@ def facts_of(record: flight_recorder.Record, plan: Plan, wire: str, bias: Any, b
         return {
             "op": KINDS[record.op],
             "wire": wire,
-            "chunk": list(graph_facts(wire, plan.exchange, plan.num_rounds)),
+            "chunk": list(graph_facts(plan.exchange, plan.num_rounds)),
             "dtype": record.dtype_name,
             "rounds": plan.num_rounds,
             "slot bytes": plan.slot_bytes,

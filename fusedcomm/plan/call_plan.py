@@ -12,7 +12,6 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Schedule
 
 CALL, GRAPH = "call", "graph"  # what an op stands for: see `wire_facts`
-ORDERED = f"{GRAPH} ordered"  # and a digest: its chunks have another order than the collective's
 _PLAN_BYTES = 4 << 10  # of a plan without a schedule, and of the key that finds it
 STEP_BYTES = 2 << 10  # of a schedule; as much again of one that is loaded natively, with the views that it keeps
 
@@ -74,11 +73,10 @@ def wire_facts(wire: str, exchange: Exchange, num_rounds: int) -> tuple[Any, ...
     """The facts that ranks must share. None of them is the matmul's.
 
     `CALL`: payloads, as their calls have them. `GRAPH`: chunks alone, where ops stand for one collective of a program,
-    and each has the dims of what stands beside it. Other texts tell orders of elements apart, `ORDERED` ones with the
-    dims of the chunks: one permutation of other sizes is another order.
+    and each has the dims of what stands beside it. Other texts have the digest of what all ranks changed together.
     """
-    return (wire, *(exchange.payload if wire == CALL else graph_facts(wire, exchange, num_rounds)), num_rounds)
+    return (wire, *(exchange.payload if wire == CALL else graph_facts(exchange, num_rounds)), num_rounds)
 
 
-def graph_facts(wire: str, exchange: Exchange, num_rounds: int) -> tuple[Any, ...]:
-    return exchange.chunk_facts(with_dims=num_rounds > 1 or wire.startswith(ORDERED))
+def graph_facts(exchange: Exchange, num_rounds: int) -> tuple[Any, ...]:
+    return exchange.chunk_facts(with_dims=num_rounds > 1)

@@ -19,7 +19,7 @@ from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, YES, Answer
 from tests.helpers.graphs import aten_graph
 from tests.helpers.merge_world import fake_world
-from tests.helpers.program_parts import AllToAll, all_gather, heads_first, reduce_scatter, tokens_first, world
+from tests.helpers.program_parts import AllToAll, all_gather, heads_first, reduce_scatter, world
 
 R, X, W, REORDER = 2, (4, 6), (6, 8), "reorder_for_compute_comm_overlap"
 SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"
@@ -79,19 +79,8 @@ def test_a_rank_without_the_matmul_has_the_same_wire(op: str) -> None:
     assert ops(collective(none), X, W) == [(kind, "graph")]
 
 
-def test_another_order_has_a_digest_of_its_permutation_alone() -> None:
-    def exchanged(x: Tensor, w: Tensor) -> Tensor:
-        return heads_first(heads(x @ w), R)
-
-    def read_too(x: Tensor, w: Tensor) -> Any:
-        y = exchanged(x, w)
-        return y, y.view(-1, 2, 2, 2, 2, 2, 1).sin()
-
-    ((op, wire),) = ops(exchanged, (8, 6), W)  # [tokens, batch, heads, head_dim] of [batch, tokens, ...]
-    assert op == "matmul_all_to_all" and wire.startswith("graph ordered ") and len(wire) == len("graph ordered ") + 8
-    assert ops(exchanged, (12, 3), (3, 8)) == ops(read_too, (8, 6), W) == [(op, wire)]
-    ((_, other),) = ops(lambda x, w: tokens_first(heads(x @ w), R), (8, 6), W)
-    assert other not in (wire, "graph")
+def transposed(x: Tensor, w: Tensor) -> Tensor:
+    return reduce_scatter((x @ w).mT, "sum", 0, world())
 
 
 def of_one_x(x: Tensor, *ws: Tensor) -> list[Tensor]:
@@ -120,6 +109,8 @@ def test_inductor_keeps_what_it_is_to_overlap(other: str) -> None:
 CHANGES: dict[str, tuple[Program, list[tuple[int, ...]], list[str], list[str]]] = {  # ops with consent, and without
     "q, k and v": (of_one_x, [X, W, W, W], ["matmul_all_to_all"], ["matmul_all_to_all"] * 3),
     "another dtype": (narrowed, [X, W], ["all_gather_matmul"], ["all_gather"]),
+    "rows first": (lambda x, w: heads_first(heads(x @ w), R), [(8, 6), W], ["matmul_all_to_all"], ["all_to_all"]),
+    "columns first": (transposed, [X, W], ["matmul_reduce_scatter"], ["reduce_scatter"]),
     "another place": (waits_for_a_later_one, [X, (3, 8)], ["all_gather", "all_gather_matmul"], ["all_gather"] * 2),
 }
 

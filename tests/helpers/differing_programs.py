@@ -387,10 +387,7 @@ def drawn(seed: int, size: int, compiled: bool) -> Program:
     blocks = tuple(_block(rng, rng.choice(kinds), size, compiled) for _ in range(rng.randint(1, 4)))
     tokens = (2, 2) if rng.random() < 0.8 else (2, 3)
     overlap = compiled and rng.random() < 0.25
-    batch = rng.randint(1, 2)
-    if any(block.order == "rows first" and block.kind in ("push", "pull") for block in blocks):
-        batch = 1  # with more, ops that are fused send in another order, which ranks must share
-    return Program(seed, size, blocks, batch, grad, _ranks(rng, size), dtype, tokens, overlap)
+    return Program(seed, size, blocks, rng.randint(1, 2), grad, _ranks(rng, size), dtype, tokens, overlap)
 
 
 def _ranks(rng: random.Random, size: int) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from fusedcomm.memory.topology import Topology
 from fusedcomm.ops import proof
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.plan import planner
-from fusedcomm.plan.call_plan import ORDERED
 from fusedcomm.plan.cost import model
 from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.geometry import shapes
@@ -287,14 +286,6 @@ def test_the_matmul_does_not_change_the_wire(capturing: list[bool]) -> None:
         ]
         assert len({(each.has_workspace, each.algorithm == "unfused") for each in plans}) == 1, plans
         assert len({each.slot_bytes for each in plans}) == 1
-
-
-def test_one_permutation_of_other_sizes_is_another_order() -> None:
-    """Chunks of [batch, tokens, heads] have equal bytes, and peers would take them for each other."""
-    chunks = [shapes.matmul_all_to_all((b, 48 * 16 // b, 512), (512, 1024), None, 1, 2, 2) for b in (16, 48)]
-    plans = [[planner.plan(OP, each, FP32, member("cpu"), wire) for each in chunks] for wire in ("graph", ORDERED)]
-    assert [a.fingerprint == b.fingerprint for a, b in plans] == [True, False]
-    assert all(each.has_workspace for pair in plans for each in pair)
 
 
 def test_few_columns_are_multiplied_once_on_a_cpu() -> None:

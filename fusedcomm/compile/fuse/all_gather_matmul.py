@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_gather
-from fusedcomm.compile.fuse.match_gather import Gathered, Reader
+from fusedcomm.compile.fuse import match_gather, wire
+from fusedcomm.compile.fuse.match_gather import Gathered, Reader, SentDims
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse
@@ -35,6 +35,14 @@ class AllGatherMatmulMatch:
     @property
     def dtype(self) -> torch.dtype:
         return value(self.reader.node).dtype
+
+    @property
+    def sent(self) -> SentDims:
+        return self.gathered.sent_dims(self.reader.layout, self.products[0].batched)
+
+    @property
+    def keeps_order(self) -> bool:
+        return self.gathered.keeps_order(self.sent)
 
 
 def match(start: Node) -> AllGatherMatmulMatch:
@@ -62,9 +70,8 @@ def _consumers(found: Gathered) -> list[tuple[Reader, Product]]:
 
 
 def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
-    found, products, reader = match.gathered, match.products, match.reader
+    found, products, reader, sent = match.gathered, match.products, match.reader, match.sent
     nodes, start = [product.node for product in products], found.collective.start
-    sent = found.sent_dims(reader.layout, products[0].batched)
     others = found.others(nodes)
     collectives.hoist([operand for product in products for operand in product.operands], start)
     with rewriter.before(start, like=min(nodes)):
@@ -78,7 +85,7 @@ def rewrite(rewriter: Rewriter, match: AllGatherMatmulMatch) -> Node:
             *EVEN.to_gather,
             found.collective.group_size,
             found.collective.group_name,
-            found.wire(sent),
+            wire.of(start),
         )
         ys = rewriter.call(operator.getitem, call, 0)
         results = [

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_gather
-from fusedcomm.compile.fuse.match_gather import Gathered, Reader
+from fusedcomm.compile.fuse import match_gather, wire
+from fusedcomm.compile.fuse.match_gather import Gathered, Reader, SentDims
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.matmuls import Product
@@ -39,6 +39,14 @@ class AllToAllMatmulMatch:
     def dtype(self) -> torch.dtype:
         return value(self.reader.node).dtype
 
+    @property
+    def sent(self) -> SentDims:
+        return self.gathered.sent_dims(self.reader.layout, self.product.batched)
+
+    @property
+    def keeps_order(self) -> bool:
+        return self.gathered.keeps_order(self.sent)
+
 
 def match(start: Node) -> AllToAllMatmulMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
@@ -49,8 +57,7 @@ def match(start: Node) -> AllToAllMatmulMatch:
 
 
 def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
-    found, product, reader = match.gathered, match.product, match.reader
-    sent = found.sent_dims(reader.layout, product.batched)
+    found, product, reader, sent = match.gathered, match.product, match.reader, match.sent
     others = found.others([product.node])
     start = found.collective.start
     collectives.hoist(product.operands, start)
@@ -66,7 +73,7 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
             *EVEN,
             found.collective.group_size,
             found.collective.group_name,
-            found.wire(sent),
+            wire.of(start),
         )
         y = found.result(rewriter, rewriter.call(operator.getitem, call, 0), sent, reader.layout)
         rearranged = found.rearranged(rewriter, call, sent.received.order, others)

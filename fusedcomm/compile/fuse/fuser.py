@@ -164,6 +164,8 @@ def _change(match: Any) -> str | None:
         return f"{len(others) + 1} exchanges of one x would be one"
     if match.dtype != value(first.sent).dtype:
         return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
+    if not match.keeps_order:
+        return "its chunks would have another order than the collective's"
     operands = [operand for product in match.products for operand in product.operands]
     if any(map(collectives.communicates, collectives.late_inputs(operands, first.start))):
         return "its matmul waits for a later collective"

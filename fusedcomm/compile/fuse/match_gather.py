@@ -146,8 +146,8 @@ class Gathered:
         order = [f for dim in (*sent.received.dims[:-1], (n,)) for f in dim]
         return rewriter.arrange(y, order, Layout((*received.dims[:-1], (n,))))
 
-    def wire(self, sent: SentDims) -> str:
-        return wire.of(self.collective, [f for dim in sent.dims for f in dim], self.sent_layout.order, self.blocks)
+    def keeps_order(self, sent: SentDims) -> bool:
+        return wire.keeps_order([f for dim in sent.dims for f in dim], self.sent_layout.order, self.blocks)
 
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
         return rewriter.cast(rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims)))), dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +26,8 @@ class Reduced:
     sent: Layout  # of what the collective sends
     blocks: Factor
 
-    def wire(self, y: Iterable[Factor]) -> str:
-        return wire.of(self.collective, y, self.sent.order, self.blocks)
+    def keeps_order(self, y: Layout) -> bool:
+        return wire.keeps_order(y.order, self.sent.order, self.blocks)
 
 
 def read(start: Node) -> tuple[Reduced, list[tuple[Node, Layout]]]:

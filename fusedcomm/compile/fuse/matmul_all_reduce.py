@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_reduce
+from fusedcomm.compile.fuse import match_reduce, wire
 from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Layout, size_of
@@ -37,6 +37,10 @@ class MatmulAllReduceMatch:
     @property
     def dtype(self) -> torch.dtype:
         return value(self.reduced.product.node).dtype
+
+    @property
+    def keeps_order(self) -> bool:
+        return self.reduced.keeps_order(self.reduced.product.y)
 
 
 def match(start: Node) -> MatmulAllReduceMatch:
@@ -74,7 +78,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
             collective.reduce_op,
             collective.group_size,
             collective.group_name,
-            match.reduced.wire(product.y.order),
+            wire.of(collective.start),
             product.per_column(rewriter, product.bias),
         )
         out = rewriter.result(rewriter.arrange(y, product.y.order, match.layout), collective.wait)

@@ -21,7 +21,6 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, pro
 from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import along, follow, path_back, value
-from fusedcomm.plan.call_plan import GRAPH
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_all_to_all"
@@ -47,6 +46,10 @@ class Part:
         """The factor behind the sources; None if they come last."""
         order = self.layout.order
         return dict(pairwise(order)).get(self.sources)
+
+    @property
+    def cut(self) -> tuple[Layout, list[list[Factor]]]:
+        return self.product.cut([f for f in (self.blocks, self.before) if f is not None])
 
     @property
     def result(self) -> list[Factor]:
@@ -96,6 +99,11 @@ class MatmulAllToAllMatch:
         return value(self.parts[0].product.node).dtype
 
     @property
+    def keeps_order(self) -> bool:
+        first = self.parts[0]
+        return wire.keeps_order(first.cut[0].order, first.sent.order, first.blocks)
+
+    @property
     def alone(self) -> MatmulAllToAllMatch:
         """The match of one collective."""
         return MatmulAllToAllMatch(self.parts[:1])
@@ -124,22 +132,18 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
     if len(match.parts) > 1:
         return _rewrite_several(rewriter, match.parts)
     (part,) = match.parts
-    product, before, y = part.product, part.before, part.product.y
+    product, before, (y, rows) = part.product, part.before, part.cut
     breaks = [f for f in (part.blocks, before) if f is not None]
-    *batches, rows, columns = (group_factors(dim, breaks) for dim in y.dims)
+    *batches, _, columns = (group_factors(dim, breaks) for dim in y.dims)
     batch = [dim for each in batches for dim in each]
-    if product.batched and len(rows) > 1:  # the result is arranged afterwards
-        if before in y.dims[-2] and part.blocks in y.dims[-2]:
-            before = next(iter(y.dims[-1]), None)
-        y = product.with_rows_first(breaks)
-        rows = [list(y.dims[-2])]
+    if y is not product.y and before in y.dims[-2] and part.blocks in y.dims[-2]:
+        before = next(iter(y.dims[-1]), None)  # the result is arranged afterwards
     if before is None:
         columns.append([])
     with rewriter.before(part.collective.start, like=product.node):
         x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
         bias = product.per_column(rewriter, product.bias)
-        text = wire.of(part.collective, y.order, part.sent.order, part.blocks)
-        result = _call(rewriter, part, x, w, bias, [*batch, *rows], columns, before, text)
+        result = _call(rewriter, part, x, w, bias, [*batch, *rows], columns, before)
         out = rewriter.result(rewriter.arrange(result, part.written(y, before), part.layout), part.target)
     replace_node(part.target, out)
     return result
@@ -169,7 +173,6 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
             rows,
             [[first.blocks], [width]],
             first.before,
-            GRAPH,  # all ranks agreed to it
         )
         outs, end = [], 0
         for part, width_of_part in zip(parts, widths, strict=True):
@@ -190,7 +193,6 @@ def _call(
     rows: list[list[Factor]],
     columns: list[list[Factor]],
     before: Factor | None,
-    text: str,
 ) -> Node:
     dims = [*rows, *columns]
     return rewriter.call(
@@ -204,7 +206,7 @@ def _call(
         *EVEN,
         part.collective.group_size,
         part.collective.group_name,
-        text,
+        wire.of(part.collective.start),
     )
 
 

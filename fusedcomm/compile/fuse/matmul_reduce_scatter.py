@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import match_reduce
+from fusedcomm.compile.fuse import match_reduce, wire
 from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Layout
@@ -38,6 +38,10 @@ class MatmulReduceScatterMatch:
     def dtype(self) -> torch.dtype:
         return value(self.reduced.product.node).dtype
 
+    @property
+    def keeps_order(self) -> bool:
+        return self.reduced.keeps_order(self.reduced.product.cut([self.reduced.blocks])[0])
+
 
 def match(start: Node) -> MatmulReduceScatterMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
@@ -53,16 +57,12 @@ def match(start: Node) -> MatmulReduceScatterMatch:
 
 def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
     product, collective, blocks = match.reduced.product, match.reduced.collective, match.reduced.blocks
-    *batches, rows, columns = product.y.dims
+    y, row_dims = product.cut([blocks])
+    *batches, _, columns = y.dims
     lead = [dim for each in batches for dim in group_factors(each, [blocks])]
-    row_dims = group_factors(rows, [blocks])
-    y_order = product.y.order
-    if product.batched and len(row_dims) > 1:
-        moved = product.with_rows_first([blocks])
-        row_dims, y_order = [list(moved.dims[-2])], moved.order
     dims = [*lead, *row_dims, list(columns)]
     with rewriter.before(collective.start, like=product.node):
-        y = rewriter.call(
+        call = rewriter.call(
             torch.ops.fusedcomm.matmul_reduce_scatter.default,
             product.x(rewriter, [*lead, *row_dims]),
             product.w(rewriter, lead),
@@ -72,10 +72,10 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             *EVEN.to_scatter,
             collective.group_size,
             collective.group_name,
-            match.reduced.wire(y_order),
+            wire.of(collective.start),
             product.per_column(rewriter, product.bias),
         )
-        order = [f for f in y_order if f is not blocks]
-        out = rewriter.result(rewriter.arrange(y, order, match.layout), match.target)
+        order = [f for f in y.order if f is not blocks]
+        out = rewriter.result(rewriter.arrange(call, order, match.layout), match.target)
     replace_node(match.target, out)
-    return y
+    return call

@@ -38,7 +38,7 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
         raise CannotFuse("its group has one rank: nothing is exchanged")
     if kind == "all_to_all":
         collectives.check_even_splits(start, group_size)
-    others = (group_size, group_name, wire.plain(start))
+    others = (group_size, group_name, wire.of(start))
     with rewriter.before(start, like=start):
         x = sent if value(sent).ndim else rewriter.reshape(sent, [1])
         result = op = _call(rewriter, kind, start, x, reduce_op, others)

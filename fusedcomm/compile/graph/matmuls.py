@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
-from fusedcomm.compile.graph.rewrite import Rewriter, returned, sizes
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, returned, sizes
 from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
 
 aten = torch.ops.aten
@@ -58,12 +58,15 @@ class Product:
         layout = Layout((*map(tuple, batches), (k,), (n,)))
         return rewriter.arrange(self.ws[0], [*(batch or self.y.dims[0]), k, n], layout)
 
-    def with_rows_first(self, factors: Sequence[Factor]) -> Layout:
-        """y with these factors of its rows before the others."""
-        batch, rows, columns = self.y.dims
-        first = [f for f in factors if f in rows]
-        moved = (*first, *(f for f in rows if f not in first))
-        return Layout((batch, moved, columns))
+    def cut(self, breaks: Sequence[Factor]) -> tuple[Layout, list[list[Factor]]]:
+        """y, and its rows with a dim from each of ``breaks``; in a batched matmul these come first in one dim."""
+        *batch, rows, columns = self.y.dims
+        dims = group_factors(rows, breaks)
+        if not self.batched or len(dims) == 1:
+            return self.y, dims
+        first = [f for f in breaks if f in rows]
+        moved = [*first, *(f for f in rows if f not in first)]
+        return Layout((*batch, tuple(moved), columns)), [moved]
 
     def per_column(self, rewriter: Rewriter, bias: Node | None) -> Node | None:
         """``bias`` as [N], if it has one number per column or one for all; see `_broadcasts`."""
