@@ -179,7 +179,8 @@ class _Run:
         self.starts = self._starts()
         self.scheduled = self._schedule()
         if self.scheduled is None:
-            self.together = Fuser(self.graph).fuse(self.settings.fuse, changes=True)
+            changed = before.changed(self.graph)
+            self.together = Fuser(self.graph).fuse(self.settings.fuse, changes=True, changed=changed)
         settle(self.graph)
         changed = before.changed(self.graph)
         if not changed and self.scheduled is None:
@@ -215,7 +216,7 @@ class _Run:
         return self.together, []
 
     def _fused_and_settled(self, ops: Sequence[str]) -> tuple[list[Fused], list[Fused]]:
-        fused = self.fuser.fuse(ops, changes=False)
+        fused = self.fuser.fuse(ops, changes=False, changed=self.changed)
         plain: list[Fused] = []
         if not inductor.reorders_collectives():
             plain = self.fuser.plain(self.settings.fuse, self.changed)

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch._inductor import config
 from torch.fx import Graph
 
+from fusedcomm.compile import passes
 from fusedcomm.compile.graph.collectives import argument_of, is_op
 from fusedcomm.compile.graph.sequence import Sequence
+from fusedcomm.compile.merge.sums import SumMerger
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, YES, Answer
@@ -122,6 +124,19 @@ def test_what_is_sent_changes_by_consent_alone(name: str) -> None:
     assert [op for op, _ in agreed] == together and [op for op, _ in refused] == alone
     changed = next(wire for op, wire in agreed if "matmul" in op)
     assert changed.startswith("graph ") and {wire for _, wire in refused} == {"graph"}
+
+
+def test_what_ranks_changed_together_they_fuse_together() -> None:
+    """Else it is the backend's on ranks that find no matmul."""
+
+    def agreed(f: Program) -> tuple[list[str], str]:
+        merged = mock.patch.object(passes, "SumMerger", lambda graph, ops, plain: SumMerger(graph, ops))
+        with merged, mock.patch.object(passes.wire, "agreed") as note:
+            found = ops(lambda x, w: reduced(f(x, w)) + reduced(f(x, w + 1)), X, W)
+        return [op for op, _ in found], note.call_args.args[1]
+
+    (fused, digest), (left, other) = agreed(multiplied), agreed(computed)
+    assert (fused, left) == (["matmul_all_reduce"], []) and digest != other
 
 
 def test_why_not_is_said() -> None:

@@ -76,10 +76,12 @@ class Fuser:
         ops: Sequence[str] = OPS,
         reject: Callable[[Node], str | None] = lambda start: None,
         changes: bool | None = None,
+        changed: Collection[str] = (),
     ) -> list[Fused]:
         """Fuse what ``reject`` returns no reason for.
 
-        ``changes``: True for the rewrites alone that all ranks must agree to (`_change`), False for the others alone.
+        ``changes``: True for the rewrites alone that all ranks must agree to, those of the collectives ``changed`` and
+        what `_change` names; False for the others alone.
         """
         found = []
         if writes_before_end(self.graph):
@@ -90,7 +92,7 @@ class Fuser:
             for module in MODULES:
                 if module.OP in ops:
                     for start in collectives.find(self.graph, module.KIND):
-                        fused = self._try(module.OP, self._fuse, module, reject, changes, start)
+                        fused = self._try(module.OP, self._fuse, module, reject, changes, changed, start)
                         found += [fused] if fused is not None else []
             if found:
                 sort(self.graph)
@@ -120,12 +122,17 @@ class Fuser:
             attempt("fuse", cut_results.rewrite, self.rewriter, found, lambda start: can_fuse(start, ops), matmul)
 
     def _fuse(
-        self, module: ModuleType, reject: Callable[[Node], str | None], changes: bool | None, start: Node
+        self,
+        module: ModuleType,
+        reject: Callable[[Node], str | None],
+        changes: bool | None,
+        changed: Collection[str],
+        start: Node,
     ) -> Fused:
         match = module.match(start)
         if changes is False and len(match.collectives) > 1:
             match = match.alone
-        if changes is not None and changes != bool(reason := _change(match)):
+        if changes is not None and changes != bool(reason := _change(match, changed)):
             raise CannotFuse(f"{reason}, and not all ranks agreed to it" if reason else "each rank decides alone")
         for each in match.collectives:
             reason = reject(each.start)
@@ -154,7 +161,7 @@ class Fuser:
         return result
 
 
-def _change(match: Any) -> str | None:
+def _change(match: Any, changed: Collection[str]) -> str | None:
     """The change of what ranks send, or of its order, that the op of this match makes; None if there is none.
 
     Without one each rank decides alone: peers with another matmul there, or none, understand it.
@@ -162,6 +169,8 @@ def _change(match: Any) -> str | None:
     first, *others = match.collectives
     if others:
         return f"{len(others) + 1} exchanges of one x would be one"
+    if first.start.name in changed:
+        return "the ranks changed it together"  # and left it to the group's backend, where it is not fused on all
     if match.dtype != value(first.sent).dtype:
         return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
     if not match.keeps_order:
