@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.helpers import compile_only
-from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Compilers, Target
+from tests.helpers.compilers import TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.cubin import CubinKernel
 from tests.helpers.device_rules import (
     Argument,
@@ -314,7 +314,7 @@ def test_parts_of_tensors_are_taken(calls: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("target", [*TARGETS, *OTHERS], ids=str)
+@pytest.mark.parametrize("target", [Target("installed", 90), Target("3.6", 100)], ids=str)
 def test_every_problem_of_every_op_is_taken(target: Target, compilers: Compilers) -> None:
     cases = run(compilers, target, "all", timeout_s=850)
     assert not [case for case in cases if case["refused"]]

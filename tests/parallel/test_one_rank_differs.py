@@ -148,6 +148,6 @@ def test_changes_after_the_style(rank: int, world_size: int) -> None:
 @on_ranks()
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("first", range(1000, 2000, 200))
+@pytest.mark.parametrize("first", range(1000, 2000, 50))
 def test_changes_after_the_style_for_long(rank: int, world_size: int, first: int) -> None:
-    check(rank, range(first, first + 200))
+    check(rank, range(first, first + 50))
