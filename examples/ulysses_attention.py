@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/ulysses_attention.py
 
-A plain block has its two linear layers replaced, by a line each, and trains beside the original, which has all tokens.
+A plain block has its two projections replaced, by a line each, and trains beside the original, which has all tokens.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,24 +21,32 @@ import fusedcomm
 BATCH, TOKENS, HIDDEN, HEADS, STEPS = 2, 256, 128, 8, 5
 
 
-class QKV(nn.Linear):
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+class QKV(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[batch, tokens, hidden] -> q, k, v, each [batch, tokens, heads, head_dim]."""
-        return super().forward(x).unflatten(-1, (3, HEADS, -1)).unbind(-3)
+        return self.linear(x).unflatten(-1, (3, HEADS, -1)).unbind(-3)
 
 
-class Out(nn.Linear):
+class Out(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, heads, head_dim] -> [batch, tokens, hidden]."""
-        return super().forward(x.flatten(-2))
+        return self.linear(x.flatten(-2))
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        self.qkv: nn.Module = QKV(HIDDEN, 3 * HIDDEN)
-        self.out: nn.Module = Out(HIDDEN, HIDDEN)
+        self.qkv: Any = QKV()
+        self.out: Any = Out()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in self.qkv(self.norm(x)))
@@ -60,8 +69,8 @@ def main() -> None:
     rank, group_size = dist.get_rank(), dist.get_world_size()
 
     model = copy.deepcopy(plain)
-    model.qkv = fusedcomm.nn.UlyssesQKV.from_linear(model.qkv, num_heads=HEADS)
-    model.out = fusedcomm.nn.UlyssesOut.from_linear(model.out, num_heads=HEADS)
+    model.qkv = fusedcomm.nn.UlyssesQKV.from_linear(model.qkv.linear, num_heads=HEADS)
+    model.out = fusedcomm.nn.UlyssesOut.from_linear(model.out.linear, num_heads=HEADS)
     my_x, my_target = (t.chunk(group_size, 1)[rank] for t in (x, target))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

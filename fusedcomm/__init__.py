@@ -4,14 +4,18 @@ Importing this module registers the ops, and their lowerings once a program impo
 Every op takes a group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
 """
 
-import importlib
+import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not Path(__file__).with_name("bench").joinpath("__init__.py").exists() and (
-    Path(__file__).parents[1].joinpath("kernels/triton").exists()
-):
-    __path__.append(str(Path(__file__).parents[1]))  # a checkout, installed or not, has kernels/ and bench/ beside it
+if not Path(__file__).with_name("kernels").joinpath("__init__.py").exists():
+    # A checkout, installed or not, has these beside this folder. That one on __path__ would hold this package again.
+    for _name in ("kernels", "bench"):
+        _spec = importlib.util.spec_from_file_location(
+            f"fusedcomm.{_name}", Path(__file__).parents[1] / _name / "__init__.py"
+        )
+        sys.modules[f"fusedcomm.{_name}"] = globals()[_name] = importlib.util.module_from_spec(_spec)  # type: ignore
 
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.captures import before_capture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import shutil
 from collections import Counter
 from graphlib import CycleError, TopologicalSorter
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fusedcomm
 from docs.generate.imports import LAYERS, imports, modules, room
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +87,11 @@ def test_rooms_are_few_and_all_have_their_place() -> None:
     assert rooms == set(LAYERS)
     assert len(rooms) <= MOST_ROOMS
     assert len(list((ROOT / "fusedcomm").glob("*.py"))) <= MOST_FILES_IN_ROOT
+
+
+def test_the_package_does_not_hold_itself() -> None:
+    """torch imports all packages below it where TORCH_LOGS names it."""
+    assert "fusedcomm" not in {each.name for each in pkgutil.iter_modules(fusedcomm.__path__)}
 
 
 def test_no_module_has_the_name_of_its_folder_or_of_another() -> None:
