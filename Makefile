@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo   one matmul and its all_to_all, unfused and fused, on this machine"
 	@echo "make test   every capability, at most 8 minutes on 2 cores; THOROUGH=1 adds what else CI runs: more parameters"
-	@echo "make nightly  what takes longer: all parts, or PART=name of those in tests/nightly.py; outcomes are lines of JSON in"
+	@echo "make nightly  what takes longer: all parts, or PART=name of those in tests/nightly.py; outcomes: JSON in"
 	@echo "            build/nightly.jsonl; PART=torch TORCH=2.15.0 is make test with another release of torch: GBs, as it has CUDA"
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
 	@echo "make docs   docs/api from the docstrings, and the map of the rooms in docs/architecture.md from the imports"

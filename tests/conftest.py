@@ -41,6 +41,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--night", default="0/1", help="of a part of nightly: its number, from 0, and how many it takes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    night, nights = map(int, config.getoption("--night").split("/"))
+    items[:] = items[night::nights]
+
+
 def pytest_collection_finish() -> None:
     """What is loaded stays: collections that look through it take most of a second, and tests make many."""
     gc.collect()

@@ -1,9 +1,10 @@
 """The parts of `make nightly`.
 
-    python -m tests.nightly [PART ...] [--json FILE]
+    python -m tests.nightly [PART ...] [--night N] [--json FILE]
 
-runs the named parts, or all but ``cuda`` and ``torch``. Each part has a log beside FILE, and two lines of JSON in it:
-one when it begins and one when it ends, so that an aborted night leaves what it has found.
+runs the named parts, or all but ``cuda`` and ``torch``. Long parts take several nights, some of their tests in each.
+Each part has a log beside FILE, and two lines of JSON in it: one when it begins and one when it ends, so that an
+aborted night leaves what it has found.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +43,22 @@ Command = tuple[str, ...]
 class Part:
     limit_s: int
     commands: tuple[Command, ...]
+    nights: int = 1
 
 
-def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = ()) -> Part:
-    return Part(limit_s, ((*NIGHTLY, *paths, *(f"--ignore={path}" for path in without)),))
+def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = (), nights: int = 1) -> Part:
+    return Part(limit_s, ((*NIGHTLY, *paths, *(f"--ignore={path}" for path in without)),), nights)
 
 
 PARTS = {
-    "calls": pytest_part(900, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run"))),
-    "graphs": pytest_part(1200, "tests/compile", "tests/redistribution"),
-    "launches": pytest_part(900, "tests/kernels"),
+    "calls": pytest_part(600, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run")), nights=3),
+    "graphs": pytest_part(900, "tests/compile", "tests/redistribution", nights=3),
+    "launches": pytest_part(600, "tests/kernels", nights=3),
     "ranks": pytest_part(600, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
-    "faults": pytest_part(600, FAULTS),
-    "controls": pytest_part(2400, *CONTROLS),
+    "faults": pytest_part(600, FAULTS, nights=3),
+    "controls": pytest_part(900, *CONTROLS, nights=3),
     "commands": pytest_part(900, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK]),
-    "soak": Part(1200, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
+    "soak": Part(720, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
     "sanitizers": pytest_part(1800, SANITIZERS),
     "models": Part(1200, (("make", "models"), (*PYTEST, "tests/models"))),
     "cuda": Part(5400, (("make", "host-cost"),)),  # torch's own CUDA code without a GPU
@@ -69,24 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"all but {', '.join(ALONE)}, or of {', '.join(PARTS)}"
     )
+    parser.add_argument("--night", type=int, default=date.today().toordinal(), help="default: the day's number")
     parser.add_argument("--json", type=Path, default=JSON_FILE, help="lines are added to this file")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.parts if name not in PARTS]:
         parser.error(f"PART must be one of {', '.join(PARTS)}, got {', '.join(unknown)}")
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    outcomes = [run(name, args.json) for name in args.parts or [name for name in PARTS if name not in ALONE]]
+    outcomes = [
+        run(name, args.json, args.night) for name in args.parts or [name for name in PARTS if name not in ALONE]
+    ]
     return int(any(outcome != "passed" for outcome in outcomes))
 
 
-def run(name: str, json_file: Path) -> str:
+def run(name: str, json_file: Path, night: int) -> str:
     part, log = PARTS[name], json_file.with_name(f"nightly-{name}.log")
-    write(json_file, {**run_facts(), "part": name, "outcome": "began"})
+    option = (f"--night={night % part.nights}/{part.nights}",) * (part.nights > 1)
+    write(json_file, {**run_facts(), "part": " ".join((name, *option)), "outcome": "began"})
     start = time.monotonic()
     with log.open("w") as out:
         outcome = "passed"
         for command in part.commands:
             if outcome == "passed":
-                outcome = outcome_of(command, out, start + part.limit_s)
+                outcome = outcome_of((*command, *option), out, start + part.limit_s)
     text = log.read_text()
     found: dict[str, Any] = {"part": name, "outcome": outcome, "seconds": round(time.monotonic() - start)}
     found |= {kind: int(count) for count, kind in COUNTS.findall(text.rpartition("\n=")[2])}
