@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import nightly
+from tests.memory import test_sanitizers
 from tests.nightly import PARTS, ROOT, Command, Part
 
 
@@ -24,6 +25,13 @@ def test_each_nightly_test_is_in_one_part() -> None:
             file = str(path.relative_to(ROOT))
             parts = [name for name, part in PARTS.items() if any(runs(command, file) for command in part.commands)]
             assert len(parts) == 1, f"{file} must be in one part, is in {parts}"
+
+
+def test_what_the_sanitizers_run_and_change_is_there() -> None:
+    """Nightly alone runs them."""
+    assert all((ROOT / name).exists() for name in test_sanitizers.SYMMETRIC_MEMORY)
+    for _, file, right, wrong, _ in test_sanitizers.PLANTED.values():
+        assert (ROOT / file).read_text().count(right) == 1 and right != wrong
 
 
 def python(code: str) -> Command:
