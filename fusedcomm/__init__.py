@@ -28,6 +28,7 @@ from fusedcomm.ops.explain import explain
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.ops.norms import all_reduce_norm, matmul_all_reduce_norm
 from fusedcomm.ops.plain import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusedcomm.ops.splits import replica_ranges
 from fusedcomm.plan.call_plan import Plan
@@ -49,6 +50,7 @@ __all__ = [
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_reduce_norm",
     "all_to_all",
     "all_to_all_matmul",
     "before_capture",
@@ -56,6 +58,7 @@ __all__ = [
     "explain",
     "force_algorithm",
     "matmul_all_reduce",
+    "matmul_all_reduce_norm",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "nccl_options",

@@ -6,7 +6,7 @@ Values are checked by `fusedcomm.plan.geometry.shapes`, which the dispatcher ops
 from __future__ import annotations
 
 from collections.abc import Collection
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ def check_types(
     scatter_dim: Any = 0,
     out_shape: Any = None,
     partial_bias: Any = None,
+    residual: Any = (),
+    norm_weight: Any = None,
+    eps: Any = 0.0,
     reduce_op: Any = "sum",
     splits: tuple[Any, ...] = (),
 ) -> None:
@@ -55,6 +58,12 @@ def check_types(
             _check_sizes("out_shape", out_shape)
         if partial_bias is not None:
             check_tensor("partial_bias", partial_bias)
+        if type(residual) is not tuple or residual:  # else the op has none
+            check_tensor("residual", residual)
+        if norm_weight is not None:
+            check_tensor("norm_weight", norm_weight)
+        if not isinstance(eps, Real):
+            raise TypeError(f"eps must be a float, got {_short(eps)}")
         if type(reduce_op) is not str:
             reduce_op_name(reduce_op)
         for each in splits:

@@ -15,7 +15,7 @@ class Arguments(NamedTuple):
     """The arguments of a call. Named as in the schemas; an op without an argument leaves its default."""
 
     x: Tensor
-    ws: Sequence[Tensor]  # one, but in all_gather_matmul; none of a plain collective
+    ws: Sequence[Tensor]  # one, but in all_gather_matmul; none of a plain collective, or [None] where it has a bias
     biases: Sequence[Tensor | None]  # likewise
     group_size: int
     group_name: str
@@ -26,6 +26,9 @@ class Arguments(NamedTuple):
     reduce_op: str = "sum"
     return_gathered: bool = False  # return_exchanged in all_to_all_matmul
     partial_bias: Tensor | None = None
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+    eps: float = 0.0
     out: Tensor | None = None
     wire: str = CALL
 
@@ -58,3 +61,6 @@ class PerTensor(NamedTuple):
     ws: Sequence[Any]
     biases: Sequence[Any]
     partial_bias: Any = None
+    bias: Any = None  # of an op without w
+    residual: Any = None
+    norm_weight: Any = None

@@ -122,7 +122,7 @@ def _begin(
 
 def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
     """The facts that plans and kernels depend on: shapes, strides and alignment of tensors, and other options."""
-    tensors = args.x, *args.ws, *args.biases, args.partial_bias, args.out
+    tensors = args.x, *args.ws, *args.biases, args.partial_bias, args.residual, args.norm_weight, args.out
     layouts = [None if t is None else layout_of(t) for t in tensors]
     shape = None if args.out_shape is None else tuple(args.out_shape)
     options = (
@@ -132,6 +132,7 @@ def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
         args.scatter_dim,
         args.reduce_op,
         args.return_gathered,
+        args.eps,
         args.wire,
     )
     return spec.name, *layouts, *options, args.x.is_cuda and tf32_allowed()

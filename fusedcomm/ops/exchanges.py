@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.plan.geometry import payloads, shapes
+from fusedcomm.plan.geometry import norm, payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 
 
@@ -36,6 +36,27 @@ def all_reduced(args: Arguments) -> list[int]:
     """The shape of the result of matmul_all_reduce."""
     shapes.check_all_reduce(args.x.shape, args.w.shape, args.reduce_op, args.group_size)
     return [*args.x.shape[:-1], args.n]
+
+
+def matmul_all_reduce_norm(args: Arguments) -> Exchange:
+    shape = normed(args)
+    if norm.goes_at_once(shape, args.group_size):
+        return shapes.of(norm.one_shot, tuple(shape), args.x.shape[-1], args.group_size)
+    return shapes.of(norm.two_shot, args.x.shape, args.w.shape, args.group_size)
+
+
+def all_reduce_norm(args: Arguments) -> Exchange:
+    shape = normed(args)
+    if norm.goes_at_once(shape, args.group_size):
+        return shapes.of(norm.one_shot, tuple(shape), 0, args.group_size)
+    return shapes.of(norm.two_shot, args.x.shape, None, args.group_size)
+
+
+def normed(args: Arguments) -> list[int]:
+    """The shape of both results of an op that norms."""
+    shape = plainly_all_reduced(args) if args.w is None else all_reduced(args)
+    norm.check(shape, args.residual, args.norm_weight, args.eps)
+    return shape
 
 
 def all_to_all(args: Arguments) -> Exchange:

@@ -16,7 +16,7 @@ from fusedcomm.ops.splits import splits_of
 from fusedcomm.ops.table import OPS
 from fusedcomm.plan.call_plan import Plan
 
-_OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias")
+_OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias", "residual", "norm_weight", "eps")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 
 
@@ -56,7 +56,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     lists = spec.takes_lists or spec.is_plain
     check_types(x, w, bias, lists=lists, **options)
     group_size, group_name = resolve(named["group"])
-    ws, biases = lists_of(w, bias) if lists else ([w], [bias])
+    ws: Any = [None] if "bias" in spec.options else []
+    biases: Any = [bias] * len(ws)
+    if not spec.is_plain:
+        ws, biases = lists_of(w, bias) if lists else ([w], [bias])
     gather_splits, gather_size, scatter_splits, scatter_ranges = (named.get(name) for name in _SPLITS)
     splits = splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, False, group_name).hashable
     options["reduce_op"] = reduce_op_name(named.get("reduce_op", "sum"))

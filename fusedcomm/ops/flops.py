@@ -12,7 +12,9 @@ from torch.utils.flop_counter import register_flop_formula
 _ops = torch.ops.fusedcomm
 
 
-@register_flop_formula([_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce])
+@register_flop_formula(
+    [_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce, _ops.matmul_all_reduce_norm]
+)
 def _of_x(x_shape: Sequence[int], w_shape: Sequence[int] | None, *_: Any, **__: Any) -> int:
     """The matmul comes before the collective: 2 * B * M * K * N."""
     return 0 if w_shape is None else 2 * math.prod(x_shape) * w_shape[-1]

@@ -80,9 +80,7 @@ class Formula:
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         found = self.spec.backward(ctx, self._per_tensor(ctx.needs_input_grad), *grads)
-        *options, last = [None] * self._num_options
-        last = found.partial_bias if self._has_partial_bias else last
-        return found.x, *found.ws, *found.biases, *options, last
+        return found.x, *found.ws, *found.biases, *(getattr(found, name, None) for name in self.spec.options)
 
     def describe(
         self, args: Sequence[Any], results: list[Tensor], needs_grad: Sequence[bool]
@@ -109,10 +107,6 @@ class Formula:
     def _num_options(self) -> int:
         return len(self.spec.options)
 
-    @cached_property
-    def _has_partial_bias(self) -> bool:
-        return self.spec.options[-1] == "partial_bias"
-
     def _nested(self, flat: Sequence[Any]) -> Sequence[Any]:
         """The inverse of `flat`."""
         if not self.spec.takes_lists:
@@ -124,4 +118,6 @@ class Formula:
     def _per_tensor(self, flat: Sequence[bool]) -> PerTensor:
         x, *tensors = flat[: -self._num_options]
         num_ws = len(tensors) // 2
-        return PerTensor(x, tensors[:num_ws], tensors[num_ws:], self._has_partial_bias and flat[-1])
+        named = zip(self.spec.options, flat[-self._num_options :], strict=True)
+        options = {name: each for name, each in named if name in PerTensor._fields}
+        return PerTensor(x, tensors[:num_ws], tensors[num_ws:], **options)

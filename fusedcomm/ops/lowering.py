@@ -23,7 +23,7 @@ def _register() -> None:
     if not hasattr(ir, "_CollectiveKernel"):  # it is private; without it ops are plain fallbacks, in no fixed order
         return
     for spec in OPS.values():
-        lower = _lower_pair if spec.gathers else _lower_tensor
+        lower = _lower_pair if spec.gathers or spec.num_results > 1 else _lower_tensor
         lowering.add_layout_constraint(spec.op, _constrain_x if spec.is_plain else _constrain)
         lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
 

@@ -37,7 +37,7 @@ def _register(spec: OpSpec) -> None:
         names.append(f"{spec.name}.flat")
         lib.define(names[-1] + spec.schema.replace("(Tensor[], Tensor)", "Tensor[]"), tags=[_PT2])
         lib.impl(names[-1], partial(_flat, spec), "CompositeImplicitAutograd")
-    if spec.program != "gather_matmul":
+    if spec.schema.endswith("-> Tensor"):
         names.append(f"{spec.name}.out")
         _define_out(spec)
     for name in names:

@@ -17,6 +17,7 @@ from fusedcomm.ops import (
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
+    norms,
     plain,
 )
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
@@ -41,6 +42,7 @@ class OpSpec:
         gathers: whether the collective comes first. Then the exchanged x is the last result.
         bias_is_scattered: whether bias has the size of this rank's part of N, where N is scattered.
         result_shape: in fakes, in place of the Exchange, if a graph must not depend on the dim that is cut.
+        num_results: results that a reduction has.
     """
 
     name: str
@@ -54,6 +56,7 @@ class OpSpec:
     gathers: bool = False
     bias_is_scattered: bool = False
     result_shape: Callable[[Arguments], list[int]] | None = None
+    num_results: int = 1
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -89,6 +92,8 @@ class OpSpec:
         if not self.takes_lists and not self.is_plain:
             ws, biases = [ws], [biases]
         named = dict(zip(self.options, options, strict=False))
+        if "bias" in named:
+            ws, biases = [None], [named.pop("bias")]
         splits = [named.pop(name, None) for name in Splits._fields]
         if any(each is not None for each in splits):
             named["splits"] = Splits(*splits).hashable
@@ -102,13 +107,20 @@ class OpSpec:
     def result_shapes(self, args: Arguments) -> list[Sequence[int]]:
         """The shapes of the results, after the same checks."""
         if self.result_shape is not None:
-            return [self._checked(args, self.result_shape)]
+            return [self._checked(args, self.result_shape)] * self.num_results
         exchange = self.exchange_of(args)
         gathered = [exchange.shape if args.return_gathered else [0]] if self.gathers else []
         return [*exchange.out_shapes, *gathered]
 
     def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
-        check_tensors(args.x, args.ws, args.biases, args.partial_bias)
+        check_tensors(
+            args.x,
+            args.ws,
+            args.biases,
+            partial_bias=args.partial_bias,
+            residual=args.residual,
+            norm_weight=args.norm_weight,
+        )
         found = geometry(args)
         if self.bias_is_scattered and found.splits_columns:
             check_bias(args.bias, found.out_shape[-1], "N / R")
@@ -121,7 +133,7 @@ class OpSpec:
     def returned(self, results: Sequence[Tensor]) -> Any:
         """The results as the schema has them."""
         if not self.gathers:
-            return results[0]
+            return results[0] if self.num_results == 1 else tuple(results)
         *outs, gathered = results
         return (outs if self.takes_lists else outs[0]), gathered
 
@@ -132,6 +144,10 @@ def _pushed(args: Arguments) -> Operands:
 
 def _reduced(args: Arguments) -> Operands:
     return (args.x, args.w, args.bias, args.partial_bias, args.out), {"scale": args.scale}
+
+
+def _normed(args: Arguments) -> Operands:
+    return (args.x, args.w, args.bias, args.residual, args.norm_weight), {"eps": args.eps}
 
 
 def _gathered(args: Arguments) -> Operands:
@@ -245,8 +261,34 @@ ALL_REDUCE = OpSpec(
     save=plain.save,
     backward=plain.all_reduce_backward,
 )
+MATMUL_ALL_REDUCE_NORM = OpSpec(
+    name="matmul_all_reduce_norm",
+    schema=f"(Tensor x, Tensor w, Tensor? bias, Tensor residual, Tensor? norm_weight, float eps, {GROUP}) "
+    "-> (Tensor, Tensor)",
+    geometry=exchanges.matmul_all_reduce_norm,
+    result_shape=exchanges.normed,
+    program="push_reduce_norm",
+    operands=_normed,
+    function=norms.matmul_all_reduce_norm,
+    save=norms.save,
+    backward=norms.backward,
+    num_results=2,
+)
+ALL_REDUCE_NORM = OpSpec(
+    name="all_reduce_norm",
+    schema=f"(Tensor x, Tensor residual, Tensor? norm_weight, Tensor? bias, float eps, {GROUP}) -> (Tensor, Tensor)",
+    geometry=exchanges.all_reduce_norm,
+    result_shape=exchanges.normed,
+    program="push_reduce_norm",
+    operands=_normed,
+    function=norms.all_reduce_norm,
+    save=norms.save,
+    backward=norms.backward,
+    num_results=2,
+)
 _ALL = (
     *(MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE),
     *(ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
+    *(MATMUL_ALL_REDUCE_NORM, ALL_REDUCE_NORM),
 )
 OPS = {spec.name: spec for spec in _ALL}

@@ -26,6 +26,7 @@ from fusedcomm.plan.schedule import (
     EndRound,
     Finish,
     Multiply,
+    Norm,
     Place,
     Record,
     Reduce,
@@ -240,6 +241,11 @@ class Builder:
         """``out = sum(parts) * scale + bias``, flat; bias [N] repeats."""
         if out.numel():
             self.add(Reduce(self.place(out), tuple(map(self.place, parts)), self.optional(bias), scale))
+
+    def norm(self, out: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
+        if out.numel():
+            to, rows = (self.place(t.view(-1, t.shape[-1])) for t in (out, x))
+            self.add(Norm(to, rows, self.optional(weight), eps))
 
     def optional(self, t: Tensor | None) -> Place | None:
         return None if t is None else self.place(t)

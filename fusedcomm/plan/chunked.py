@@ -69,18 +69,24 @@ def push_reduce_gather(
     bias: Tensor | None,
     partial_bias: Tensor | None,
     out: Tensor | None,
+    residual: Tensor | None = None,
+    *,
     scale: float,
 ) -> Tensor:
-    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
+    """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums.
+
+    The owner of a block adds its part of the residual, which all ranks share.
+    """
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     moves = Moves(s, x.dtype)
     out = moves.result(exchange.out_shape, out)
     reduced = _own_block(s, exchange, out)
+    own_residual = None if residual is None else _own_part(s, exchange, residual)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     for spans in rounds:
         beside = spans is not rounds[-1]
         moves.push(spans, matmul)
-        moves.reduce(spans, reduced, bias, scale, beside=beside)
+        moves.reduce(spans, reduced, bias, scale, residual=own_residual, beside=beside)
         moves.begin(spans, out)
         moves.pack(spans, reduced, out)
         moves.unpack(spans, out, own=reduced, beside=beside)
@@ -168,3 +174,10 @@ def _own_block(s: Builder, exchange: Exchange, out: Tensor) -> Tensor:
         return s.temporary(exchange.block, out.dtype)
     numel = math.prod(exchange.block)
     return out.view(-1).narrow(0, s.rank * numel, numel).view(exchange.block)
+
+
+def _own_part(s: Builder, exchange: Exchange, t: Tensor) -> Tensor:
+    """This rank's block of a tensor that lies as the result, contiguous."""
+    shape, dim = exchange.unpacked
+    assert dim is not None
+    return s.contiguous(s.reshape(t, *shape).chunk(s.group_size, dim)[s.rank])

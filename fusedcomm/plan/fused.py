@@ -57,7 +57,7 @@ def push_reduce_gather(
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
     if w is None and copy_engines_send(exchange, s.device, x.itemsize):
-        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale)
+        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale=scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)

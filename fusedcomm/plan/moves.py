@@ -259,10 +259,19 @@ class Moves:
         s.join(READS, MAIN)  # a failure makes all of out NaN, also where MAIN reads
         launches.finish(s, out, end_round=True)
 
-    def reduce(self, spans: RoundSpans, out: Tensor, bias: Tensor | None, scale: float, *, beside: bool) -> None:
+    def reduce(
+        self,
+        spans: RoundSpans,
+        out: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        *,
+        residual: Tensor | None = None,
+        beside: bool,
+    ) -> None:
         """Wait for all chunks, add them in rank order in float32, round once, and end the round.
 
-        ``beside``: a GPU multiplies another round meanwhile.
+        ``residual``: one addend more, as ``out`` lies. ``beside``: a GPU multiplies another round meanwhile.
         """
         s = self.s
         if s.device.is_gpu:
@@ -276,9 +285,11 @@ class Moves:
         parts = [self.s.chunk(self.rank, src_rank, spans, self.dtype) for src_rank in range(s.group_size)]
         if self.own is not None:
             parts[self.rank] = self.own
-        total = spans.at(self.rank).pack.view(out.view(-1), 0, self.rank).view(-1)
+        total, *more = (
+            spans.at(self.rank).pack.view(t.view(-1), 0, self.rank).view(-1) for t in (out, residual) if t is not None
+        )
         with s.lane("copy"):
-            s.reduce(total, parts, bias, scale)
+            s.reduce(total, [*parts, *more], bias, scale)
         s.add(EndRound())
 
     def arrived(self) -> None:

@@ -13,8 +13,11 @@ from fusedcomm.plan.geometry.exchange import Exchange
 
 
 def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *operands: Any, scale: float) -> Tensor:
-    """``program(s, exchange, ...)``, which takes x with the exchange's rows, and the bias of this rank's columns."""
-    x, w, bias, partial_bias, out = operands
+    """``program(s, exchange, ...)``, which takes x with the exchange's rows, and the bias of this rank's columns.
+
+    ``operands``: x, w, bias, partial_bias, out, and perhaps a residual.
+    """
+    x, w, bias, partial_bias, out, *residuals = operands
     shape = x.shape
     if exchange.is_plain:
         x = s.reshape(x, math.prod(shape[:-1]), shape[-1])
@@ -23,12 +26,18 @@ def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *oper
     if bias is not None and exchange.splits_columns:
         bias = bias.chunk(s.group_size)[s.rank]
     if not padding:
-        return program(s, exchange, x, w, bias, partial_bias, out, scale=scale)
-    rows = s.temporary((*batches, num_rows, k), x.dtype)
-    given, more = rows.split([num_rows - padding, padding], -2)
-    s.copy(given.view(x.shape), x)
-    s.copy(more, given.narrow(-2, 0, 1).expand(more.shape))
-    found = program(s, exchange, rows, w, bias, partial_bias, None, scale=scale).narrow(-2, 0, num_rows - padding)
+        return program(s, exchange, x, w, bias, partial_bias, out, *residuals, scale=scale)
+
+    def with_more_rows(t: Tensor, n: int) -> Tensor:
+        rows = s.temporary((*batches, num_rows, n), t.dtype)
+        given, more = rows.split([num_rows - padding, padding], -2)
+        s.copy(given.view(t.shape), t)
+        s.copy(more, given.narrow(-2, 0, 1).expand(more.shape))
+        return rows
+
+    more = [with_more_rows(t, exchange.shape[-1]) for t in residuals]
+    found = program(s, exchange, with_more_rows(x, k), w, bias, partial_bias, None, *more, scale=scale)
+    found = found.narrow(-2, 0, num_rows - padding)
     if out is None and not found.is_contiguous():
         out = s.result((*x.shape[:-1], exchange.shape[-1]), x.dtype)
     if out is None:

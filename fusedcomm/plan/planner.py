@@ -84,10 +84,10 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
     own, exchange = exchange, exchange.for_all
     reason = _reject_uneven(name, own, member)
     if reason is None:
-        reason = _reject_reason(name, exchange, dtype, member)
+        reason = _reject_reason(op, name, exchange, dtype, member)
         if name == "pipelined" and reason is None:
             return _pipelined(op, own, dtype, member, FORCED)
-        if name is None and reason is not None and _reject_reason("pipelined", exchange, dtype, member) is None:
+        if name is None and reason is not None and _reject_reason(op, "pipelined", exchange, dtype, member) is None:
             return _without_workspace(op, own, dtype, member, reason)
     if reason is not None:
         if strict and name not in (None, "unfused"):
@@ -139,7 +139,10 @@ def _to_prove(failed: str | None, member: Facts) -> str:
 
 
 def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
-    return model.usual_call(KINDS[op], exchange.chunk_numel, exchange.group_size, member.device.type)
+    numel, size = exchange.chunk_numel, exchange.group_size
+    if KINDS[op] == "all_reduce" and exchange.gathers:  # a chunk is the whole payload
+        numel = -(-numel // size)
+    return model.usual_call(KINDS[op], numel, size, member.device.type)
 
 
 def _pipelined(
@@ -228,11 +231,13 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str |
     return None
 
 
-def _reject_reason(name: str | None, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
     """Why ``name``, or any algorithm with a workspace if it is None, cannot run these inputs; None if it can."""
     topology = member.topology
     if name == "unfused":
         return None
+    if op.endswith("_norm") and (member.device.type != "cpu" or name in ("fused", "pipelined")):
+        return "on CPUs alone, and chunked: its kernels for GPUs are not there yet"
     if dtype == torch.float64:
         return "float64 has no overlapped algorithm"
     if name == "pipelined":

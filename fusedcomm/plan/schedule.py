@@ -96,6 +96,16 @@ class Reduce:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """``out = x / sqrt(mean(x ** 2) + eps) * weight`` of each row: in float32, rounded once."""
+
+    out: Place
+    x: Place
+    weight: Place | None
+    eps: float
+
+
+@dataclass(frozen=True)
 class Collective:
     """Begins the process group's own "all_to_all", "all_gather" or "reduce_scatter", of flat chunks of one size."""
 
@@ -205,7 +215,7 @@ class EndRound:
 
 
 Moves = Copy | Collective | Finish | Signal | Wait | Post | Ask | Mark
-Work = Moves | Multiply | Update | Reduce | Launch | Record | Await | EndRound
+Work = Moves | Multiply | Update | Reduce | Norm | Launch | Record | Await | EndRound
 
 
 class Condition(NamedTuple):

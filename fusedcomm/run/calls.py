@@ -18,7 +18,7 @@ from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan import builder, chunked, fused, pipelined
+from fusedcomm.plan import builder, chunked, fused, norm_tail, pipelined
 from fusedcomm.plan.builder import Layout, Program, layout_of
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.padded_rows import padded
@@ -78,7 +78,11 @@ def schedule_of(
 def build(
     plan: Plan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
 ) -> Schedule:
-    program: Program = getattr(ALGORITHMS[plan.algorithm], name)
+    algorithm = ALGORITHMS[plan.algorithm]
+    if name == "push_reduce_norm":
+        program: Program = partial(norm_tail.push_reduce_norm, algorithm.push_reduce_gather)
+    else:
+        program = getattr(algorithm, name)
     if name == "push_reduce_gather":
         program = partial(padded, program)
     assert plan.exchange is not None

@@ -17,6 +17,7 @@ from fusedcomm.plan.schedule import (
     Launch,
     Mark,
     Multiply,
+    Norm,
     Place,
     Post,
     Record,
@@ -76,6 +77,8 @@ def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
             plan.copy(facts, places(work.to, work.source))
         case Reduce():
             plan.reduce(facts, places(work.out, *work.parts, work.bias), work.bias is not None, work.scale != 1)
+        case Norm():
+            plan.norm(facts, places(work.out, work.x, work.weight), work.weight is not None, work.eps)
         case Post():
             plan.post(facts, places(work.result), work.layouts)
         case Ask():

@@ -25,6 +25,7 @@ from fusedcomm.plan.schedule import (
     Launch,
     Mark,
     Multiply,
+    Norm,
     Place,
     Post,
     Record,
@@ -39,6 +40,7 @@ from fusedcomm.plan.schedule import (
 from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.group_collectives import begin
 from fusedcomm.run.launching import launch
+from fusedcomm.run.rms_norm import rms_norm
 
 
 def run(
@@ -113,6 +115,8 @@ class Execution:
             case Reduce():
                 parts = [self.tensor(each) for each in work.parts]
                 add_in_order(self.tensor(work.out), parts, self._optional(work.bias), work.scale)
+            case Norm():
+                rms_norm(self.tensor(work.out), self.tensor(work.x), self._optional(work.weight), work.eps)
             case Collective():
                 group_name = self.memory.group_name
                 to, source = self.tensor(work.to), self.tensor(work.source)

@@ -14,6 +14,7 @@ from fusedcomm.plan.cost import model
 from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import reference
+from fusedcomm.run.rms_norm import rms_norm
 
 
 def push_matmul(
@@ -46,6 +47,26 @@ def push_reduce_gather(
     y = _product(x, w, partial_bias)
     total = _apart(reference.all_reduce(y, _reduce_op(scale), s.group_size, s.group_name), x)
     return _into(out, total if bias is None else total + bias)
+
+
+def push_reduce_norm(
+    s: CallMemory,
+    exchange: Exchange,
+    x: Tensor,
+    w: Given,
+    bias: Given,
+    residual: Tensor,
+    norm_weight: Given,
+    *,
+    eps: float,
+) -> list[Tensor]:
+    """``residual_out = all_reduce(x @ w) + bias + residual``, behind its ``rms_norm(residual_out) * norm_weight``."""
+    total = reference.all_reduce(_product(x, w, None), "sum", s.group_size, s.group_name)
+    wide = total.to(torch.promote_types(x.dtype, torch.float32)) + residual
+    out = (wide if bias is None else wide + bias).to(x.dtype, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(out)
+    rms_norm(normed, out, norm_weight, eps)
+    return [normed, out]
 
 
 def gather_matmul(

@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "gil.h"
+#include "norm.h"
 
 namespace fusedcomm {
 namespace {
@@ -177,6 +178,8 @@ class Plan::Run {
         return streams_->await(step.stream, step.event);
       case Step::kReduce:
         return reduce(step);
+      case Step::kNorm:
+        return norm(step);
       case Step::kSignal:
         return signal(step);
       case Step::kWait:
@@ -231,6 +234,12 @@ class Plan::Run {
     }
     tensors.erase(tensors.begin());
     add_in_order(out, tensors, step.has_bias ? &bias : nullptr, step.averages);
+  }
+
+  void norm(Step& step) {
+    at::Tensor out = tensor(step.places[0]);
+    const at::Tensor x = tensor(step.places[1]), weight = step.has_bias ? tensor(step.places[2]) : at::Tensor();
+    rms_norm(out, x, step.has_bias ? &weight : nullptr, step.eps);
   }
 
   void ask(const Step& step) {

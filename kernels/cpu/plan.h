@@ -30,7 +30,7 @@ struct Place {
 };
 
 struct Step {
-  enum Kind { kMultiply, kCopy, kReduce, kSignal, kWait, kPost, kAsk, kMark, kEndRound, kLaunch, kRecord, kAwait };
+  enum Kind { kMultiply, kCopy, kReduce, kNorm, kSignal, kWait, kPost, kAsk, kMark, kEndRound, kLaunch, kRecord, kAwait };
   enum Test { kLate, kPosted, kMarked };
 
   Kind kind;
@@ -39,7 +39,8 @@ struct Step {
   int64_t num_bytes = 0;   // for kAsk: of the result
   std::vector<int64_t> layouts;  // for kPost: by peer, of its chunk in the result; for kAsk: of the own one
   Test test = kLate;       // for kAsk
-  bool has_bias = false;   // the last of the places
+  bool has_bias = false;   // the last of the places; for kNorm the weight
+  double eps = 0;          // for kNorm
   bool adds = false;       // for kMultiply: to what is there
   bool averages = false;   // for kReduce: the sum is divided by the number of parts
   int64_t condition = -1;  // an answer's index: the step runs if that is `if_so`

@@ -7,6 +7,7 @@
 #include <memory>
 #include <tuple>
 
+#include "norm.h"
 #include "plan.h"
 
 namespace fusedcomm {
@@ -45,6 +46,13 @@ void reduce(Plan& plan, const GivenFacts& facts, Places places, bool has_bias, b
   Step step = step_of(Step::kReduce, std::move(places));
   step.has_bias = has_bias;
   step.averages = averages;
+  append(plan, facts, std::move(step));
+}
+
+void norm(Plan& plan, const GivenFacts& facts, Places places, bool has_weight, double eps) {
+  Step step = step_of(Step::kNorm, std::move(places));
+  step.has_bias = has_weight;
+  step.eps = eps;
   append(plan, facts, std::move(step));
 }
 
@@ -126,12 +134,17 @@ void bind_plans(py::module_& m) {
       .def("multiply", &multiply)
       .def("copy", [](Plan& plan, const GivenFacts& facts, Places places) { append(plan, facts, step_of(Step::kCopy, std::move(places))); })
       .def("reduce", &reduce)
+      .def("norm", &norm)
       .def("post", &post)
       .def("ask", &ask)
       .def("with_number", &with_number)
       .def("launch", &launch)
       .def("finish", &Plan::finish)
       .def("__len__", &Plan::num_steps);
+  m.def("rms_norm", [](at::Tensor out, const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps) {
+    const at::Tensor given = weight ? weight->contiguous() : at::Tensor();
+    rms_norm(out, x, weight ? &given : nullptr, eps);
+  });
   m.attr("SIGNAL") = static_cast<int>(Step::kSignal);
   m.attr("WAIT") = static_cast<int>(Step::kWait);
   m.attr("MARK") = static_cast<int>(Step::kMark);

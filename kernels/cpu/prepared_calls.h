@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <atomic>
+#include <bit>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,7 +31,7 @@ inline bool is_plain(const at::Tensor& t) {
 // Adds an argument of an op to its key, and its tensors to `tensors`. False for what no plan takes. Each begins with its
 // kind, so that none is read as another: None is no integer, and 1 is not True.
 inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tensor>& tensors) {
-  enum Kind : int64_t { kTensor, kNone, kInt, kBool, kString, kList };
+  enum Kind : int64_t { kTensor, kNone, kInt, kBool, kDouble, kString, kList };
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
     if (!t.defined() || !is_plain(t)) return false;
@@ -49,6 +50,9 @@ inline bool add_to_key(const c10::IValue& value, Key& key, std::vector<at::Tenso
   } else if (value.isBool()) {
     key.push_back(kBool);
     key.push_back(value.toBool());
+  } else if (value.isDouble()) {
+    key.push_back(kDouble);
+    key.push_back(std::bit_cast<int64_t>(value.toDouble()));
   } else if (value.isString()) {
     const std::string& text = value.toStringRef();
     key.push_back(kString);

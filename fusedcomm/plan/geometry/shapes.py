@@ -247,15 +247,13 @@ def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
     return exchange
 
 
-def check_tensors(
-    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], partial_bias: Tensor | None = None
-) -> None:
+def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], **others: Tensor | None) -> None:
     """Checks of dtype and device that all ops share."""
     if x.dtype not in OP_DTYPES:
         raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if len(biases) != len(ws):
         raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")
-    for name, tensors in (("w", ws), ("bias", biases), ("partial_bias", [partial_bias])):
+    for name, tensors in {"w": ws, "bias": biases, **{name: [t] for name, t in others.items()}}.items():
         for t in tensors:
             if t is None:
                 continue

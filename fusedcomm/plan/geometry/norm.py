@@ -1,0 +1,45 @@
+"""The geometry of an all_reduce with an RMSNorm behind it: few rows go to all ranks whole, in one round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from fusedcomm.plan.geometry import payloads
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.shapes import Shape, matmul_all_reduce
+
+# Elements of the payload, by the size of the group: vLLM's bounds of one-shot kernels on sm_90 in bfloat16, 32, 2 and
+# 0.5 MiB (allreduce_rms_fusion.py). With 2 ranks both ways send the same bytes.
+_MOST = {2: 16 << 20, 4: 1 << 20}
+_MOST_OF_MORE = 1 << 18
+
+
+def goes_at_once(shape: Shape, group_size: int) -> bool:
+    """Whether each rank sends its whole payload to every other (`one_shot`), and not a part to each (`two_shot`)."""
+    most = next((most for size, most in _MOST.items() if group_size <= size), _MOST_OF_MORE)
+    return math.prod(shape) <= most
+
+
+def one_shot(shape: Shape, k: int, group_size: int) -> Exchange:
+    """Every rank's terms, [R, *shape], to all ranks, in rounds of whole rows."""
+    gathered = payloads.all_gather((1, *shape), 0, group_size)
+    return replace(gathered, num_lead=len(shape), out_shapes=[[*shape]], k=k)
+
+
+def two_shot(x: Shape, w: Shape | None, group_size: int) -> Exchange:
+    """That of the all_reduce, which it does not meet: here the owner of a block adds the residual."""
+    plain = payloads.all_reduce(x, "sum", group_size) if w is None else matmul_all_reduce(x, w, "sum", group_size)
+    return replace(plain, reduce_op="sum and residual")
+
+
+def check(shape: Shape, residual: Tensor | None, norm_weight: Tensor | None, eps: float) -> None:
+    if residual is None or tuple(residual.shape) != tuple(shape):
+        got = None if residual is None else list(residual.shape)
+        raise ValueError(f"residual must have the shape of the sum, {[*shape]}, got {got}")
+    if norm_weight is not None and tuple(norm_weight.shape) != (shape[-1],):
+        raise ValueError(f"norm_weight must have shape [N] = [{shape[-1]}], got {list(norm_weight.shape)}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {eps}")

@@ -1,0 +1,63 @@
+"""An all_reduce, a residual and an RMSNorm: ``residual_out = sum + bias + residual``, in float32, rounded once.
+
+    one_shot    every rank sends its whole terms to all; each adds them, in rank order
+    two_shot    a reduce_scatter whose owner adds the residual too, and a gather of the sums
+
+The norm reads the rounded ``residual_out``, so that all ranks have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from fusedcomm.plan.builder import Builder, Given, Program
+from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.moves import Moves
+from fusedcomm.plan.padded_rows import padded
+
+
+def push_reduce_norm(
+    push_reduce_gather: Program,
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Given,
+    bias: Given,
+    residual: Tensor,
+    norm_weight: Given,
+    *,
+    eps: float,
+) -> list[Tensor]:
+    """``[rms_norm(residual_out) * norm_weight, residual_out]``."""
+    if exchange.gathers:
+        out = _one_shot(s, exchange, x, w, bias, residual)
+    else:
+        out = padded(push_reduce_gather, s, exchange, x, w, bias, None, None, residual, scale=1.0)
+    normed = s.result(residual.shape, x.dtype)
+    with s.lane("copy"):
+        weight = None if norm_weight is None else s.contiguous(norm_weight)
+        s.norm(normed, out.view(residual.shape), weight, eps)
+    return [normed, out.view(residual.shape)]
+
+
+def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, residual: Tensor) -> Tensor:
+    moves, residual = Moves(s, x.dtype), s.contiguous(residual)
+    terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
+    out = s.result(residual.shape, x.dtype)
+    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+        moves.begin(spans)
+        moves.pack(spans, terms, None)
+        moves.own = spans.at(s.rank).pack.view(terms.view(-1), 0, s.rank).view(-1)
+        moves.reduce(spans, out, bias, 1.0, residual=residual, beside=False)
+    moves.end()
+    return out
+
+
+def _product(s: Builder, x: Tensor, w: Tensor, like: Tensor) -> Tensor:
+    made, (k, n) = s.temporary(like.shape, x.dtype), w.shape[-2:]
+    batch = math.prod(w.shape[:-2])
+    with s.lane("matmul"):
+        s.multiply(s.reshape(x, batch, -1, k), s.reshape(w, batch, k, n), None, made.view(batch, -1, n))
+    return made

@@ -1,0 +1,18 @@
+"""RMSNorm of rows, with the same bits wherever a call runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedcomm.kernels.native_part import native
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
+    """``out = x / sqrt(mean(x ** 2) + eps) * weight`` of each row [..., N]: in float32, rounded once."""
+    if native is not None and out.device.type == "cpu" and x.dtype != torch.float64:
+        native.rms_norm(out, x, weight, eps)
+        return
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    out.copy_(normed if weight is None else normed * weight)
