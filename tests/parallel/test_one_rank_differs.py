@@ -48,6 +48,11 @@ def of_y(m: Any, change: Callable[[Tensor], Any]) -> None:
     m.register_forward_hook(lambda m, args, y: change(y))
 
 
+def doubled(y: Tensor) -> None:
+    if y.requires_grad:
+        y.register_hook(lambda g: g * 2)
+
+
 def as_dtensor(m: Any, x: Tensor) -> Tensor:
     return DTensor.from_local(x, m.weight.device_mesh, [m.given], run_check=False)
 
@@ -58,7 +63,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "reads x": lambda m: of_x(m, lambda x: (float(x.detach().norm()), x)[1]),
     "scales y": lambda m: of_y(m, lambda y: y * 2),
     "casts y": lambda m: of_y(m, lambda y: y.double().sin().float()),
-    "scales the gradient": lambda m: of_y(m, lambda y: y.register_hook(lambda g: g * 2) and None),
+    "scales the gradient": lambda m: of_y(m, doubled),
     "another user": lambda m: of_y(m, lambda y: y + y.relu()),
     "x in another layout": lambda m: of_x(m, lambda x: x.mT.contiguous().mT),
     "x as a DTensor": lambda m: of_x(m, lambda x: as_dtensor(m, x)) if m.given != Replicate() else None,  # its own sum
