@@ -41,15 +41,15 @@ def all_reduced(args: Arguments) -> list[int]:
 def matmul_all_reduce_norm(args: Arguments) -> Exchange:
     shape = normed(args)
     if norm.goes_at_once(shape, args.group_size):
-        return shapes.of(norm.one_shot, tuple(shape), args.x.shape[-1], args.group_size)
-    return shapes.of(norm.two_shot, args.x.shape, args.w.shape, args.group_size)
+        return shapes.of(norm.one_shot, tuple(shape), args.x.shape[-1], args.eps, args.group_size)
+    return shapes.of(norm.two_shot, args.x.shape, args.w.shape, args.eps, args.group_size)
 
 
 def all_reduce_norm(args: Arguments) -> Exchange:
     shape = normed(args)
     if norm.goes_at_once(shape, args.group_size):
-        return shapes.of(norm.one_shot, tuple(shape), 0, args.group_size)
-    return shapes.of(norm.two_shot, args.x.shape, None, args.group_size)
+        return shapes.of(norm.one_shot, tuple(shape), 0, args.eps, args.group_size)
+    return shapes.of(norm.two_shot, args.x.shape, None, args.eps, args.group_size)
 
 
 def normed(args: Arguments) -> list[int]:

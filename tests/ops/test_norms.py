@@ -166,11 +166,12 @@ def test_a_plan_is_explained(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_peers_that_call_the_plain_op_are_told(rank: int) -> None:
+@pytest.mark.parametrize("other", ["the plain op", "eps"])
+def test_peers_that_call_something_else_are_told(rank: int, other: str) -> None:
     y = torch.ones(8, 8)
     with started_group("chunked", TIMEOUT_S="5") as group, way("two_shot"), pytest.raises(fusedcomm.PeerMismatchError):
-        if rank == 0:
-            fusedcomm.all_reduce_norm(y, y, None, group)
+        if rank == 0 or other == "eps":
+            fusedcomm.all_reduce_norm(y, y, None, group, eps=rank)
         else:
             fusedcomm.all_reduce(y, group)
 

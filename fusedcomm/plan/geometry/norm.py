@@ -23,16 +23,20 @@ def goes_at_once(shape: Shape, group_size: int) -> bool:
     return math.prod(shape) <= most
 
 
-def one_shot(shape: Shape, k: int, group_size: int) -> Exchange:
+def one_shot(shape: Shape, k: int, eps: float, group_size: int) -> Exchange:
     """Every rank's terms, [R, *shape], to all ranks, in rounds of whole rows."""
     gathered = payloads.all_gather((1, *shape), 0, group_size)
-    return replace(gathered, num_lead=len(shape), out_shapes=[[*shape]], k=k)
+    return replace(gathered, num_lead=len(shape), out_shapes=[[*shape]], k=k, reduce_op=_reduce_op(eps))
 
 
-def two_shot(x: Shape, w: Shape | None, group_size: int) -> Exchange:
+def two_shot(x: Shape, w: Shape | None, eps: float, group_size: int) -> Exchange:
     """That of the all_reduce, which it does not meet: here the owner of a block adds the residual."""
     plain = payloads.all_reduce(x, "sum", group_size) if w is None else matmul_all_reduce(x, w, "sum", group_size)
-    return replace(plain, reduce_op="sum and residual")
+    return replace(plain, reduce_op=_reduce_op(eps))
+
+
+def _reduce_op(eps: float) -> str:
+    return f"sum and norm, eps={eps}"
 
 
 def check(shape: Shape, residual: Tensor | None, norm_weight: Tensor | None, eps: float) -> None:
