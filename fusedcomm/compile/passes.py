@@ -194,7 +194,7 @@ class _Run:
         def origin(node: Node) -> list[int]:
             return [i for i, name in enumerate(before.starts) if _last(name, gone) == node.name]
 
-        digest = before.digest(self.graph, lambda node: node not in known, origin)
+        digest = before.digest(self.graph, self.phase, lambda node: node not in known, origin)
         return digest, before.voter(before.groups(self.graph, None if self.scheduled else changed))
 
     def _fuse(self) -> tuple[list[Fused], list[Fused]]:

@@ -33,7 +33,7 @@ def check_types(
     partial_bias: Any = None,
     residual: Any = (),
     norm_weight: Any = None,
-    eps: Any = 0.0,
+    eps: Any = (),  # a float would be a symbol in graphs of dynamic sizes
     reduce_op: Any = "sum",
     splits: tuple[Any, ...] = (),
 ) -> None:
@@ -62,7 +62,7 @@ def check_types(
             check_tensor("residual", residual)
         if norm_weight is not None:
             check_tensor("norm_weight", norm_weight)
-        if not isinstance(eps, Real):
+        if type(eps) not in (float, tuple) and not isinstance(eps, Real):
             raise TypeError(f"eps must be a float, got {_short(eps)}")
         if type(reduce_op) is not str:
             reduce_op_name(reduce_op)

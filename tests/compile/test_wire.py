@@ -137,6 +137,8 @@ def test_what_ranks_changed_together_they_fuse_together() -> None:
 
     (fused, digest), (left, other) = agreed(multiplied), agreed(computed)
     assert (fused, left) == (["matmul_all_reduce"], []) and digest != other
+    with mock.patch.object(passes, "_phase", return_value="backward"):  # a ballot of its own: it is compiled next
+        assert agreed(multiplied)[1] not in (digest, other)
 
 
 def test_why_not_is_said() -> None:

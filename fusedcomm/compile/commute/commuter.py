@@ -85,7 +85,7 @@ def _find(
     small.join(moved)
     recompute_normed(moved)
     settle(moved)
-    digest = before.digest(moved, lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
+    digest = before.digest(moved, "joint", lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
     group_name = before.voter({node.meta[MOVED] for node in moved.nodes if MOVED in node.meta})
     digests.note(moved, digest, group_name)
     changed = before.changed(moved)

@@ -36,10 +36,14 @@ class Sequence:
         moved = {name for pair in zip(here, left, strict=True) if pair[0] != pair[1] for name in pair}
         return moved | (now.keys() ^ here) | (self.starts.keys() - here)
 
-    def digest(self, graph: Graph, is_new: Callable[[Node], bool], origin: Callable[[Node], Any]) -> Digest:
-        """All that ranks must share: both sequences, ``origin`` of each new collective, and the new nodes."""
+    def digest(self, graph: Graph, phase: str, is_new: Callable[[Node], bool], origin: Callable[[Node], Any]) -> Digest:
+        """All that ranks must share: both sequences, ``origin`` of each new collective, and the new nodes.
+
+        With the phase, as a backward is compiled right behind its forward: a rank that comes late to the ballot of one
+        must not be taken for one that has come to that of the other.
+        """
         index = {name: i for i, name in enumerate(self.starts)}
-        lines = [line for line, _ in self.starts.values()]
+        lines = [phase, *(line for line, _ in self.starts.values())]
         for node in communicating(graph):
             lines.append(f"{_line(node)} {origin(node) if is_new(node) else index.get(node.name)}")
         nodes = Reader(labels()).digest(node for node in graph.nodes if is_new(node))
