@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if not Path(__file__).with_name("kernels").joinpath("__init__.py").exists():
-    # A checkout, installed or not, has these beside this folder. That one on __path__ would hold this package again.
+    # A checkout, installed or not, has them beside this folder. Their parent on __path__ would hold this package too.
     for _name in ("kernels", "bench"):
         _spec = importlib.util.spec_from_file_location(
             f"fusedcomm.{_name}", Path(__file__).parents[1] / _name / "__init__.py"

@@ -38,18 +38,12 @@ def all_reduced(args: Arguments) -> list[int]:
     return [*args.x.shape[:-1], args.n]
 
 
-def matmul_all_reduce_norm(args: Arguments) -> Exchange:
-    shape = normed(args)
-    if norm.goes_at_once(shape, args.group_size):
-        return shapes.of(norm.one_shot, tuple(shape), args.x.shape[-1], args.eps, args.group_size)
-    return shapes.of(norm.two_shot, args.x.shape, args.w.shape, args.eps, args.group_size)
-
-
 def all_reduce_norm(args: Arguments) -> Exchange:
-    shape = normed(args)
+    """With a matmul or without."""
+    shape, w = normed(args), None if args.w is None else args.w.shape
     if norm.goes_at_once(shape, args.group_size):
-        return shapes.of(norm.one_shot, tuple(shape), 0, args.eps, args.group_size)
-    return shapes.of(norm.two_shot, args.x.shape, None, args.eps, args.group_size)
+        return shapes.of(norm.one_shot, tuple(shape), 0 if w is None else w[-2], args.eps, args.group_size)
+    return shapes.of(norm.two_shot, args.x.shape, w, args.eps, args.group_size)
 
 
 def normed(args: Arguments) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -265,7 +265,7 @@ MATMUL_ALL_REDUCE_NORM = OpSpec(
     name="matmul_all_reduce_norm",
     schema=f"(Tensor x, Tensor w, Tensor? bias, Tensor residual, Tensor? norm_weight, float eps, {GROUP}) "
     "-> (Tensor, Tensor)",
-    geometry=exchanges.matmul_all_reduce_norm,
+    geometry=exchanges.all_reduce_norm,
     result_shape=exchanges.normed,
     program="push_reduce_norm",
     operands=_normed,
@@ -274,17 +274,11 @@ MATMUL_ALL_REDUCE_NORM = OpSpec(
     backward=norms.backward,
     num_results=2,
 )
-ALL_REDUCE_NORM = OpSpec(
+ALL_REDUCE_NORM = replace(
+    MATMUL_ALL_REDUCE_NORM,
     name="all_reduce_norm",
     schema=f"(Tensor x, Tensor residual, Tensor? norm_weight, Tensor? bias, float eps, {GROUP}) -> (Tensor, Tensor)",
-    geometry=exchanges.all_reduce_norm,
-    result_shape=exchanges.normed,
-    program="push_reduce_norm",
-    operands=_normed,
     function=norms.all_reduce_norm,
-    save=norms.save,
-    backward=norms.backward,
-    num_results=2,
 )
 _ALL = (
     *(MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE),

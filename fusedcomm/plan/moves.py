@@ -275,6 +275,7 @@ class Moves:
         """
         s = self.s
         if s.device.is_gpu:
+            assert residual is None, "no kernel adds it yet"
             s.join(READS, MAIN)
             with s.on(READS), s.lane("copy"):
                 launches.reduce(s, out, spans, bias, scale, beside=beside)

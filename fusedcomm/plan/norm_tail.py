@@ -58,6 +58,7 @@ def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, 
 def _product(s: Builder, x: Tensor, w: Tensor, like: Tensor) -> Tensor:
     made, (k, n) = s.temporary(like.shape, x.dtype), w.shape[-2:]
     batch = math.prod(w.shape[:-2])
+    rows = math.prod(x.shape[w.ndim - 2 : -1])
     with s.lane("matmul"):
-        s.multiply(s.reshape(x, batch, -1, k), s.reshape(w, batch, k, n), None, made.view(batch, -1, n))
+        s.multiply(s.reshape(x, batch, rows, k), s.reshape(w, batch, k, n), None, made.view(batch, rows, n))
     return made

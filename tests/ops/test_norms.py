@@ -21,7 +21,7 @@ from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import CALLS, IN_PYTHON, python_calls, started_group
 from tests.helpers.spies import Dispatched, pushed
 
-SHAPES = [(4, 8), (5, 7), (2, 3, 16), (33, 97), (1, 1)]  # of the sum
+SHAPES = [(4, 8), (5, 7), (2, 3, 16), (33, 97), (1, 1), (0, 8), (4, 0)]  # of the sum
 K, EPS = 6, 1e-5
 ALGORITHMS = ["unfused", "chunked"]
 
@@ -142,6 +142,28 @@ def test_gradients(rank: int, algorithm: str) -> None:
             normed, _ = fusedcomm.all_reduce_norm(y, residual, weight, bias=bias, eps=EPS)
             of_y, of_residual = torch.autograd.grad(normed.sum(), [y, residual])
         assert torch.equal(of_y, of_residual)
+
+
+@on_ranks(2)
+def test_k_of_nothing(rank: int) -> None:
+    residual = torch.arange(16.0).view(2, 8)
+    for name in ("one_shot", "two_shot"):
+        with way(name), fusedcomm.force_algorithm("chunked", strict=True):
+            _, out = fusedcomm.matmul_all_reduce_norm(torch.ones(2, 0), torch.ones(0, 8), residual, None)
+        assert torch.equal(out, residual)
+
+
+@on_ranks(2)
+def test_second_derivatives(rank: int) -> None:
+    """Of a group of one rank: finite differences. What ranks add up is as in `matmul_all_reduce`."""
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    shapes = (3, 4), (4, 5), (3, 5), (5,), (5,)
+    x, w, residual, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+
+    def call(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return fusedcomm.matmul_all_reduce_norm(x, w, residual, weight, alone, bias=bias)
+
+    torch.autograd.gradgradcheck(call, (x, w, residual, weight, bias))
 
 
 @on_ranks(2)

@@ -170,7 +170,7 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
     if others:
         return f"{len(others) + 1} exchanges of one x would be one"
     if first.start.name in changed:
-        return "the ranks changed it together"  # and left it to the group's backend, where it is not fused on all
+        return "what all ranks have changed would be fused"  # else it stays with the group's backend
     if match.dtype != value(first.sent).dtype:
         return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
     if not match.keeps_order:
