@@ -12,7 +12,7 @@ from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)
 
-LARGEST = ("push", "post", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
+LARGEST = ("push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
 
 
 @pytest.mark.nightly
