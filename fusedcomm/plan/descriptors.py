@@ -60,7 +60,7 @@ def _view_of(w: Tensor, num_parts: int, whole: bool) -> tuple[tuple[int, ...], t
         return (num_batches, length, row), (w.stride(0), step)
     if row_major:
         return (num_batches * num_parts, length // num_parts, row), (length // num_parts * step, step)
-    return ((num_parts, length, row // num_parts), (row // num_parts, step)) if num_batches == 1 else None
+    return None  # parts lie side by side in a row: a driver wants each stride to step over the dims before it
 
 
 def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int) -> bool:
