@@ -67,13 +67,6 @@ def forked_ranks() -> Iterator[None]:
         yield
 
 
-def _patient(rank: int) -> None:
-    """Ranks of a busy machine compile seconds apart, and a test before may have left them out of step."""
-    from fusedcomm.memory import consent
-
-    consent._PATIENCE = consent._SHORT = 1 / 2
-
-
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """``ranks(world_size)``: persistent processes with a gloo group; shared by tests, so leave them as they were."""
@@ -83,7 +76,6 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         pool = pools.get(world_size)
         if pool is None or pool.dead:
             pool = pools[world_size] = RankPool(world_size, env={"FUSEDCOMM_TIMEOUT_S": TIMEOUT_S})
-            pool.run(_patient)
         return pool
 
     yield get
