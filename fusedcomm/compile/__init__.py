@@ -45,8 +45,8 @@ def enable(
     a collective that cannot be fused stays as it was, and `report()` says why. Call it alike on every rank.
 
     Args:
-        fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter"
-            and "matmul_all_reduce"; None: all.
+        fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter",
+            "matmul_all_reduce" and "matmul_all_reduce_norm"; None: all.
         overlap: whether to start collectives early too and wait for them late, merge small ones, and fuse only ones
             that nothing else hides, as `fusedcomm.compile.overlap.schedule` does. The ranks agree on the estimates
             here, so call it after ``init_process_group``. The schedule of a rank depends on its graph alone: ranks

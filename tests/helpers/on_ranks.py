@@ -29,9 +29,16 @@ class _Body:
 
     def __call__(self, rank: int, **arguments: Any) -> None:
         test = getattr(importlib.import_module(self.module), self.name)
-        for each in consent._consents.values():  # else the test before may have left it impatient with slow compilers
-            each._in_step = True
+        forget_consents()
         test.__wrapped__(rank, **arguments)
+
+
+def forget_consents() -> None:
+    """As in a new process: graphs agreed to before are unknown, and no rank is impatient with slow compilers."""
+    consent._PATIENCE = 1 / 2
+    for each in consent._consents.values():
+        each._answers.clear()
+        each._in_step = True
 
 
 def on_ranks(world_size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -16,6 +16,7 @@ from fusedcomm.compile.fuse import (
     matmul_all_reduce,
     matmul_all_to_all,
     matmul_reduce_scatter,
+    norm_tail,
     without_matmul,
 )
 from fusedcomm.compile.fuse.time_saved import saving_us
@@ -32,6 +33,7 @@ MODULES = (  # if two match one collective, the first takes it
     all_to_all_matmul,
     all_gather_matmul,
     matmul_reduce_scatter,
+    norm_tail,
     matmul_all_reduce,
 )
 OPS = tuple(module.OP for module in MODULES)
@@ -156,7 +158,7 @@ class Fuser:
         """``act(*args)``, or None if it cannot be done; the reason is noted for the collective that args end with."""
         reasons: list[str] = []
         result = attempt(what, act, *args, reasons=reasons)
-        if reasons and isinstance(args[-1], Node):
+        if reasons and isinstance(args[-1], Node) and what != norm_tail.OP:  # where it fails, matmul_all_reduce is next
             self.reasons.setdefault(args[-1].name, []).append(*reasons)
         return result
 
@@ -174,7 +176,7 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
     if match.dtype != value(first.sent).dtype:
         return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
     if not match.keeps_order:
-        return "its chunks would have another order than the collective's"
+        return "it would send other chunks than the collective, or another order of them"
     operands = [operand for product in match.products for operand in product.operands]
     if any(map(collectives.communicates, collectives.late_inputs(operands, first.start))):
         return "its matmul waits for a later collective"

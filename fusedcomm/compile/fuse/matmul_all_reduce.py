@@ -68,12 +68,9 @@ def _check_blocks(found: Reduced) -> None:
 def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
     product, collective = match.reduced.product, match.reduced.collective
     with rewriter.before(collective.start, like=product.node):
-        x = product.xs[0] if len(product.xs) == 1 else rewriter.call(torch.ops.aten.cat.default, list(product.xs), -1)
-        w = product.ws[0] if len(product.ws) == 1 else rewriter.call(torch.ops.aten.cat.default, list(product.ws), -2)
         y = rewriter.call(
             torch.ops.fusedcomm.matmul_all_reduce.default,
-            x,
-            w,
+            *product.joined(rewriter),
             None,
             collective.reduce_op,
             collective.group_size,
