@@ -14,9 +14,10 @@ from fusedcomm.compile.fuse import (
     all_to_all_matmul,
     cut_results,
     matmul_all_reduce,
+    matmul_all_reduce_norm,
     matmul_all_to_all,
     matmul_reduce_scatter,
-    norm_tail,
+    matmul_reduce_scatter_norm,
     without_matmul,
 )
 from fusedcomm.compile.fuse.time_saved import saving_us
@@ -32,8 +33,9 @@ MODULES = (  # if two match one collective, the first takes it
     matmul_all_to_all,
     all_to_all_matmul,
     all_gather_matmul,
+    matmul_reduce_scatter_norm,
     matmul_reduce_scatter,
-    norm_tail,
+    matmul_all_reduce_norm,
     matmul_all_reduce,
 )
 OPS = tuple(module.OP for module in MODULES)
@@ -158,7 +160,7 @@ class Fuser:
         """``act(*args)``, or None if it cannot be done; the reason is noted for the collective that args end with."""
         reasons: list[str] = []
         result = attempt(what, act, *args, reasons=reasons)
-        if reasons and isinstance(args[-1], Node) and what != norm_tail.OP:  # where it fails, matmul_all_reduce is next
+        if reasons and isinstance(args[-1], Node) and not what.endswith("_norm"):  # the op without a norm is next
             self.reasons.setdefault(args[-1].name, []).append(*reasons)
         return result
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from fusedcomm.compile.fuse import match_reduce, wire
 from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Layout
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
 from fusedcomm.compile.graph.views import value
@@ -55,17 +55,23 @@ def match(start: Node) -> MatmulReduceScatterMatch:
     return MatmulReduceScatterMatch(found, *(written or received)[-1])
 
 
-def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
-    product, collective, blocks = match.reduced.product, match.reduced.collective, match.reduced.blocks
+def operands(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> tuple[Node, Node, list[list[Factor]]]:
+    """(x, w, dims of their product)."""
+    product, blocks = match.reduced.product, match.reduced.blocks
     y, row_dims = product.cut([blocks])
     *batches, _, columns = y.dims
     lead = [dim for each in batches for dim in group_factors(each, [blocks])]
-    dims = [*lead, *row_dims, list(columns)]
+    return product.x(rewriter, [*lead, *row_dims]), product.w(rewriter, lead), [*lead, *row_dims, list(columns)]
+
+
+def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
+    product, collective, blocks = match.reduced.product, match.reduced.collective, match.reduced.blocks
     with rewriter.before(collective.start, like=product.node):
+        x, w, dims = operands(rewriter, match)
         call = rewriter.call(
             torch.ops.fusedcomm.matmul_reduce_scatter.default,
-            product.x(rewriter, [*lead, *row_dims]),
-            product.w(rewriter, lead),
+            x,
+            w,
             None,
             collective.reduce_op,
             next(i for i, dim in enumerate(dims) if blocks in dim),
@@ -75,7 +81,7 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
             wire.of(collective.start),
             product.per_column(rewriter, product.bias),
         )
-        order = [f for f in y.order if f is not blocks]
+        order = [f for f in product.cut([blocks])[0].order if f is not blocks]
         out = rewriter.result(rewriter.arrange(call, order, match.layout), match.target)
     replace_node(match.target, out)
     return call

@@ -1,8 +1,4 @@
-"""matmul -> all_reduce -> (+ bias) -> + residual -> RMSNorm becomes fusedcomm::matmul_all_reduce_norm, for few rows.
-
-Few rows go whole to all ranks, so that each adds its own residual: nothing proves that residuals are equal. More rows,
-whose sums have owners, become `matmul_all_reduce`, and the rest stays a kernel of the compiler's.
-"""
+"""What stands behind the sum of a tensor parallel layer: (+ bias) -> + residual -> RMSNorm, in a graph."""
 
 from __future__ import annotations
 
@@ -13,91 +9,54 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse import matmul_all_reduce, wire
-from fusedcomm.compile.fuse.matmul_all_reduce import MatmulAllReduceMatch
-from fusedcomm.compile.graph.layout import CannotFuse, Size, size_of
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node, sizes
+from fusedcomm.compile.graph.layout import CannotFuse, Layout, Size
+from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import CASTS, follow, path_back, sizes_of, value
-from fusedcomm.plan.geometry.norm import goes_at_once
 
 aten = torch.ops.aten
-OP = "matmul_all_reduce_norm"
-KIND = "all_reduce"
 
 
 @dataclass(frozen=True)
-class Norm:
-    """``normed = x / sqrt(mean(x ** 2, -1) + eps) * weight``."""
+class Tail:
+    """``added = sum + bias + residual; normed = added / sqrt(mean(added ** 2, -1) + eps) * weight``."""
 
+    bias: Node | None
+    residual: Node
+    added: Node
     normed: Node
     weight: Node | None
     eps: float
 
+    def operands(self, rewriter: Rewriter, shape: list[Size]) -> tuple[Node | None, Node, Node | None, float]:
+        """(bias, residual, norm_weight, eps) of an op with results of this shape."""
+        bias = self.bias if self.bias is None else rewriter.reshape(self.bias, shape[-1:])
+        return bias, rewriter.reshape(self.residual, shape), self.weight, self.eps
 
-@dataclass(frozen=True)
-class NormTailMatch(MatmulAllReduceMatch):
-    bias: Node | None
-    residual: Node
-    added: Node  # residual_out
-    norm: Norm
+    def results(self, rewriter: Rewriter, call: Node) -> tuple[Node, Node]:
+        """The op's results in the places of the program's."""
+        olds = self.normed, self.added
+        found = [rewriter.call(operator.getitem, call, i) for i in range(2)]
+        shaped = [rewriter.reshape(new, sizes_of(value(old))) for new, old in zip(found, olds, strict=True)]
+        return rewriter.result(shaped[0], olds[0]), rewriter.result(shaped[1], olds[1])
 
-    @property
-    def keeps_order(self) -> bool:
-        return False  # whole terms are sent, in place of parts and their sums
+    def replace(self, normed: Node, added: Node) -> None:
+        replace_node(self.normed, normed)
+        if not self.added._erased:  # else the norm alone has read it
+            replace_node(self.added, added)
 
 
-def match(start: Node) -> NormTailMatch:
-    """The match for the collective that starts here. Raises CannotFuse."""
-    found = matmul_all_reduce.match(start)
-    product, collective = found.reduced.product, found.reduced.collective
-    if collective.reduce_op != "sum" or product.bias is not None:
-        raise CannotFuse("no op norms an average, or a sum with each rank's own bias")
-    if (device := value(start).device.type) != "cpu":
-        raise CannotFuse(f"the op that norms runs unfused on {device}")
-    y, layout = follow(collective.wait, found.layout)[-1]
-    if layout.order != product.y.order or layout.dims[-1] != product.y.dims[-1]:
+def find(wait: Node, received: Layout, rows: list[Any], columns: tuple[Any, ...]) -> Tail:
+    """The tail of a collective's result, of these factors in this order. Raises CannotFuse."""
+    y, layout = follow(wait, received)[-1]
+    if layout.order != [*rows, *columns] or layout.dims[-1] != columns:
         raise CannotFuse("the sum is rearranged before it is normed")
-    if not goes_at_once([_most(size) for size in value(y).shape], collective.group_size):
-        raise CannotFuse("its rows may be too many for each rank to add its own residual")
     added, other = _sum(y)
     bias = other if _is_per_column(other, y) else None
     if bias is not None:
         added, other = _sum(added)
     if sizes_of(value(other)) != sizes_of(value(y)) or value(other).dtype != value(y).dtype:
         raise CannotFuse("what is added to the sum is no residual")
-    return NormTailMatch(found.reduced, found.layout, bias, other, added, _norm(added))
-
-
-def rewrite(rewriter: Rewriter, match: NormTailMatch) -> Node:
-    product, collective = match.reduced.product, match.reduced.collective
-    with rewriter.before(collective.start, like=product.node):
-        call = rewriter.call(
-            torch.ops.fusedcomm.matmul_all_reduce_norm.default,
-            *product.joined(rewriter),
-            match.bias if match.bias is None else rewriter.reshape(match.bias, product.y.shape[-1:]),
-            rewriter.reshape(match.residual, sizes(product.y.dims)),
-            match.norm.weight,
-            match.norm.eps,
-            collective.group_size,
-            collective.group_name,
-            wire.of(collective.start),
-        )
-        olds = match.norm.normed, match.added
-        results = [rewriter.call(operator.getitem, call, i) for i in range(2)]
-        shaped = [rewriter.reshape(new, sizes_of(value(old))) for new, old in zip(results, olds, strict=True)]
-        news = [rewriter.result(new, old) for new, old in zip(shaped, olds, strict=True)]
-    for old, new in zip(olds, news, strict=True):
-        if not old._erased:  # the sum may have been read by the norm alone
-            replace_node(old, new)
-    return call
-
-
-def _most(size: int | torch.SymInt) -> int:
-    """The largest value that size can have, at most 2^62."""
-    if isinstance(size, int):
-        return size
-    most = size.node.shape_env.bound_sympy(size_of(size)).upper
-    return int(most) if most.is_Integer else 1 << 62
+    return Tail(bias, other, added, *_norm(added))
 
 
 def _sum(node: Node) -> tuple[Node, Node]:
@@ -125,8 +84,8 @@ def _holds_columns(shape: list[Size], n: Size) -> bool:
     return shape[-1:] == [n] and all(size == 1 for size in shape[:-1])
 
 
-def _norm(x: Node) -> Norm:
-    """The RMSNorm that reads x, over its last dim. Raises CannotFuse."""
+def _norm(x: Node) -> tuple[Node, Node | None, float]:
+    """(normed, weight, eps) of the RMSNorm that reads x, over its last dim. Raises CannotFuse."""
     for wide in [x] if value(x).dtype == torch.float32 else [each for each in x.users if each.target in CASTS]:
         if value(wide).dtype == torch.float32:
             for mean in (each for user in wide.users if _is_square(user, wide) for each in user.users):
@@ -140,7 +99,7 @@ def _is_square(node: Node, x: Node) -> bool:
     return is_power or (node.target is aten.mul.Tensor and node.args == (x, x))
 
 
-def _scaled(x: Node, wide: Node, mean: Node) -> Norm | None:
+def _scaled(x: Node, wide: Node, mean: Node) -> tuple[Node, Node | None, float] | None:
     """The norm by this mean of squares; in float32, where it reads ``wide``."""
     if mean.target is not aten.mean.dim or mean.args[1:] not in (([-1], True), ([value(x).ndim - 1], True)):
         return None
@@ -153,7 +112,7 @@ def _scaled(x: Node, wide: Node, mean: Node) -> Norm | None:
             if is_inverse or (inverse.target is aten.pow.Tensor_Scalar and inverse.args[1] == -0.5):
                 for scaled in inverse.users:
                     if scaled.target is aten.mul.Tensor and _other(scaled, inverse) is wide:
-                        return Norm(*_weighted(scaled, x), eps)
+                        return *_weighted(scaled, x), eps
     return None
 
 

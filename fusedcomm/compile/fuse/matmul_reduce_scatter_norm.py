@@ -1,0 +1,60 @@
+"""matmul_reduce_scatter and a tail become fusedcomm::matmul_reduce_scatter_norm, which is the same on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fusedcomm.compile.fuse import matmul_reduce_scatter, tail, wire
+from fusedcomm.compile.fuse.matmul_reduce_scatter import MatmulReduceScatterMatch
+from fusedcomm.compile.fuse.tail import Tail
+from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.graph.rewrite import Rewriter, sizes
+from fusedcomm.plan.geometry.cut import EVEN
+
+OP = "matmul_reduce_scatter_norm"
+KIND = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class MatmulReduceScatterNormMatch(MatmulReduceScatterMatch):
+    tail: Tail
+
+
+def match(start: Node) -> MatmulReduceScatterNormMatch:
+    """The match for the collective that starts here. Raises CannotFuse."""
+    found = matmul_reduce_scatter.match(start)
+    product, blocks, collective = found.reduced.product, found.reduced.blocks, found.reduced.collective
+    if collective.reduce_op != "sum" or product.bias is not None:
+        raise CannotFuse("no op norms an average, or a sum with each rank's own bias")
+    *rows, columns = product.cut([blocks])[0].dims
+    if blocks in columns:
+        raise CannotFuse("each rank has parts of rows")
+    received, _, _ = collective.received(found.reduced.sent)
+    behind = tail.find(collective.wait, received, [f for dim in rows for f in dim if f is not blocks], columns)
+    return MatmulReduceScatterNormMatch(found.reduced, found.target, found.layout, behind)
+
+
+def rewrite(rewriter: Rewriter, match: MatmulReduceScatterNormMatch) -> Node:
+    product, collective, blocks = match.reduced.product, match.reduced.collective, match.reduced.blocks
+    with rewriter.before(collective.start, like=product.node):
+        x, w, dims = matmul_reduce_scatter.operands(rewriter, match)
+        shape = sizes([[f for f in dim if f is not blocks] for dim in dims])
+        bias, *others = match.tail.operands(rewriter, shape)
+        call = rewriter.call(
+            torch.ops.fusedcomm.matmul_reduce_scatter_norm.default,
+            x,
+            w,
+            bias,
+            *others,
+            next(i for i, dim in enumerate(dims) if blocks in dim),
+            *EVEN.to_scatter,
+            collective.group_size,
+            collective.group_name,
+            wire.of(collective.start),
+        )
+        results = match.tail.results(rewriter, call)
+    match.tail.replace(*results)
+    return call
