@@ -28,7 +28,7 @@ from fusedcomm.ops.explain import explain
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fusedcomm.ops.norms import all_reduce_norm, matmul_all_reduce_norm
+from fusedcomm.ops.norms import all_reduce_norm, matmul_all_reduce_norm, matmul_reduce_scatter_norm
 from fusedcomm.ops.plain import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusedcomm.ops.splits import replica_ranges
 from fusedcomm.plan.call_plan import Plan
@@ -61,6 +61,7 @@ __all__ = [
     "matmul_all_reduce_norm",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
+    "matmul_reduce_scatter_norm",
     "nccl_options",
     "nn",
     "parallel",

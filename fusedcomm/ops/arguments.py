@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedcomm.memory.group import resolve
-from fusedcomm.ops.call_check import tell_peers
+from fusedcomm.ops.call_check import is_traced, tell_peers
 
 LISTS = (list, tuple, nn.ParameterList)  # types of lists of tensors
 
@@ -36,6 +36,8 @@ def check_types(
     eps: Any = (),  # a float would be a symbol in graphs of dynamic sizes
     reduce_op: Any = "sum",
     splits: tuple[Any, ...] = (),
+    out: Any = None,
+    residual_out: Any = None,
 ) -> None:
     """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types;
     ValueError where splits exclude each other.
@@ -70,6 +72,9 @@ def check_types(
             if each is not None:
                 check_splits(*splits)
                 break
+        if out is not None or residual_out is not None:
+            inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "norm_weight": norm_weight}
+            _check_apart({"out": out, "residual_out": residual_out}, inputs)
     except (TypeError, ValueError) as error:
         if op and isinstance(x, Tensor):
             tell_peers(op, resolve(group)[1], x, error)
@@ -88,6 +93,35 @@ def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any = Non
         _check_ranges("scatter_ranges", scatter_ranges)
         if scatter_splits is not None:
             raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
+
+
+def _check_apart(outs: dict[str, Any], inputs: dict[str, Any]) -> None:
+    """Raise TypeError unless outs are tensors or None, ValueError if one overlaps another tensor; residual_out may be
+    the residual.
+    """
+    for name, out in outs.items():
+        if out is not None:
+            check_tensor(name, out)
+    if any(isinstance(out, Tensor) and is_traced(out) for out in outs.values()):
+        return  # without addresses
+    given = {name: t for name, t in {**inputs, **outs}.items() if isinstance(t, Tensor)}
+    spans = {name: _span(t) for name, t in given.items()}
+    for name in outs:
+        for other in spans:
+            if name not in spans or name == other:
+                continue
+            (begin, end), (start, stop) = spans[name], spans[other]
+            is_same = (name, other) == ("residual_out", "residual") and begin == start and given[other].is_contiguous()
+            if begin < stop and start < end and not is_same:
+                raise ValueError(f"{name} must not overlap {other}")
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and behind its last one."""
+    if t.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
 
 def check_tensor(name: str, t: Any) -> None:

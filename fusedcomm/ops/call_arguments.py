@@ -30,6 +30,7 @@ class Arguments(NamedTuple):
     norm_weight: Tensor | None = None
     eps: float = 0.0
     out: Tensor | None = None
+    residual_out: Tensor | None = None  # likewise a result's memory
     wire: str = CALL
 
     @property
@@ -44,6 +45,12 @@ class Arguments(NamedTuple):
     @property
     def bias(self) -> Tensor | None:
         return self.biases[0] if self.biases else None
+
+    @property
+    def outs(self) -> dict[str, Tensor]:
+        """The caller's memory for results, by name."""
+        given = {"out": self.out, "residual_out": self.residual_out}
+        return {name: each for name, each in given.items() if each is not None}
 
     @property
     def scale(self) -> float:

@@ -22,7 +22,6 @@ from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import CALL, Plan
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.geometry.shapes import check_out
 from fusedcomm.run import calls
 
 
@@ -51,8 +50,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
     ``seen`` gets the call, to prepare it.
     """
     exchange, x = spec.exchange_of(args), args.x
-    if args.out is not None:
-        check_out(args.out, x, spec.result_shapes(args)[0])
+    spec.check_outs(args)
     program = spec.program, *spec.operands(args)
     with on_device(x.device):
         if exchange.group_size == 1:
@@ -122,7 +120,8 @@ def _begin(
 
 def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
     """The facts that plans and kernels depend on: shapes, strides and alignment of tensors, and other options."""
-    tensors = args.x, *args.ws, *args.biases, args.partial_bias, args.residual, args.norm_weight, args.out
+    made = args.out, args.residual_out
+    tensors = args.x, *args.ws, *args.biases, args.partial_bias, args.residual, args.norm_weight, *made
     layouts = [None if t is None else layout_of(t) for t in tensors]
     shape = None if args.out_shape is None else tuple(args.out_shape)
     options = (

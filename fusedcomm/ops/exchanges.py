@@ -53,6 +53,13 @@ def normed(args: Arguments) -> list[int]:
     return shape
 
 
+def matmul_reduce_scatter_norm(args: Arguments) -> Exchange:
+    where = (args.eps, args.scatter_dim, args.group_size, args.splits)
+    exchange: Exchange = shapes.of(norm.reduce_scatter, args.x.shape, args.w.shape, *where)
+    norm.check(exchange.out_shape, args.residual, args.norm_weight, args.eps)
+    return exchange
+
+
 def all_to_all(args: Arguments) -> Exchange:
     where = (args.gather_dim, args.scatter_dim, args.group_size, args.splits)
     return shapes.of(payloads.all_to_all, args.x.shape, *where)

@@ -13,7 +13,10 @@ _ops = torch.ops.fusedcomm
 
 
 @register_flop_formula(
-    [_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce, _ops.matmul_all_reduce_norm]
+    [
+        *(_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce),
+        *(_ops.matmul_all_reduce_norm, _ops.matmul_reduce_scatter_norm),
+    ]
 )
 def _of_x(x_shape: Sequence[int], w_shape: Sequence[int] | None, *_: Any, **__: Any) -> int:
     """The matmul comes before the collective: 2 * B * M * K * N."""

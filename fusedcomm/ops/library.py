@@ -20,6 +20,11 @@ def refuse_tangents(op: str, *args: Any) -> None:
             raise RuntimeError(f"fusedcomm.{op} has no forward-mode derivatives: use reverse mode, torch.autograd.grad")
 
 
+def refuse_grad(op: str, *args: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        raise RuntimeError(f"fusedcomm::{op}.out has no gradients: no tensor may require grad, or use no_grad()")
+
+
 def refuse_transforms(op: str, *args: Any, **kwargs: Any) -> None:
     raise RuntimeError(f"fusedcomm.{op} does not work inside vmap or torch.func transforms: use torch.autograd")
 

@@ -110,6 +110,11 @@ def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor])
 
 def backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     x, w = ctx.saved_tensors
+    return of_block(ctx, needs, x, w, grad)
+
+
+def of_block(ctx: Any, needs: PerTensor, x: Tensor, w: Tensor, grad: Tensor) -> PerTensor:
+    """The gradients by that of this rank's block."""
     [needs_w], [needs_bias] = needs.ws, needs.biases
     grad_x: Tensor | None = None
     part = reference.averaged(grad, ctx.reduce_op, ctx.group[0])

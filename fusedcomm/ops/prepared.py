@@ -36,12 +36,12 @@ def record(kernel: Kernel, calls: Any, key: list[int], args: tuple[Any, ...], kw
     """Run a call by its kernel, and put its plan into ``calls`` under ``key``."""
     if _get_current_dispatch_mode() is not None:  # it would see no op in later calls
         return kernel(*args, **kwargs)
-    out = kwargs.get("out")
+    outs = tuple(kwargs.values())
     args, kwargs = pytree.tree_map_only(Tensor, loaded().alias, (args, kwargs))  # x may be w
     seen = Seen()
     result = kernel(*args, **kwargs, seen=seen)
     seen.keep(calls, key, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)], result)
-    return result if out is None else out
+    return (outs if isinstance(result, tuple) else outs[0]) if outs else result
 
 
 class Seen:

@@ -13,9 +13,8 @@ from fusedcomm.kernels.native_part import native
 from fusedcomm.ops import call_check, prepared
 from fusedcomm.ops.dispatch import run
 from fusedcomm.ops.formula import Formula
-from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms
+from fusedcomm.ops.library import lib, refuse_grad, refuse_tangents, refuse_transforms
 from fusedcomm.ops.table import OPS, OpSpec
-from fusedcomm.plan.geometry.shapes import check_out
 
 _PT2 = torch.Tag.pt2_compliant_tag
 _native_kernels: list[Any] = []  # registered as long as they are here
@@ -37,7 +36,7 @@ def _register(spec: OpSpec) -> None:
         names.append(f"{spec.name}.flat")
         lib.define(names[-1] + spec.schema.replace("(Tensor[], Tensor)", "Tensor[]"), tags=[_PT2])
         lib.impl(names[-1], partial(_flat, spec), "CompositeImplicitAutograd")
-    if spec.schema.endswith("-> Tensor"):
+    if spec.program != "gather_matmul":
         names.append(f"{spec.name}.out")
         _define_out(spec)
     for name in names:
@@ -46,8 +45,12 @@ def _register(spec: OpSpec) -> None:
 
 
 def _define_out(spec: OpSpec) -> None:
-    # Inductor's fallbacks, if they find an `.out` with arguments of the same names, cut a list into its elements for it
-    schema = spec.schema.replace("out_shape", "view_shape").replace(") -> Tensor", ", *, Tensor(a!) out) -> Tensor(a!)")
+    # Inductor, if it finds an `.out` with arguments of the same names, cuts a list into its elements for it, and calls
+    # it out of the order of collectives
+    schema = spec.schema.replace("out_shape", "view_shape").replace("float eps", "float epsilon")
+    schema = schema.replace(") -> Tensor", ", *, Tensor(a!) out) -> Tensor(a!)")
+    two = "Tensor(a!) out, Tensor(b!) residual_out) -> (Tensor(a!), Tensor(b!))"
+    schema = schema.replace(") -> (Tensor, Tensor)", f", *, {two}")
     tags = [getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "out") if hasattr(torch.Tag, name)]
     lib.define(f"{spec.name}.out{schema}", tags=tags)
     _register_kernel(spec, "out")
@@ -65,8 +68,8 @@ def _register_kernel(spec: OpSpec, overload: str) -> None:
             _native_kernels.append(native.register_kernel(*about, kernel, prepared.record))
 
 
-def _kernel(spec: OpSpec, *args: Any, out: Tensor | None = None, seen: prepared.Seen | None = None) -> Any:
-    call = spec.bind(args, out)
+def _kernel(spec: OpSpec, *args: Any, seen: prepared.Seen | None = None, **outs: Tensor) -> Any:
+    call = spec.bind(args, **outs)
     try:
         return spec.returned(run(spec, call, seen))
     except (ValueError, TypeError) as error:
@@ -74,13 +77,11 @@ def _kernel(spec: OpSpec, *args: Any, out: Tensor | None = None, seen: prepared.
         raise
 
 
-def _fake(spec: OpSpec, *args: Any, out: Tensor | None = None) -> Any:
-    call = spec.bind(args, out)
+def _fake(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
+    call = spec.bind(args, **outs)
     shapes = spec.result_shapes(call)
-    if out is None:
-        return spec.returned([call.x.new_empty(shape) for shape in shapes])
-    check_out(out, call.x, shapes[0])
-    return out
+    spec.check_outs(call)
+    return spec.returned([*outs.values()] or [call.x.new_empty(shape) for shape in shapes])
 
 
 def _autograd(formula: Formula, *args: Any) -> Any:
@@ -95,15 +96,13 @@ def _autograd(formula: Formula, *args: Any) -> Any:
         return spec.op(*args)
 
 
-def _out_below_autograd(spec: OpSpec, *args: Any, out: Tensor) -> Tensor:
+def _out_below_autograd(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     refuse_tangents(spec.name, *args)
-    tensors = [t for t in (*args, out) if isinstance(t, Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise RuntimeError(f"fusedcomm::{spec.name}.out has no gradients: no tensor may require grad, or use no_grad()")
+    refuse_grad(spec.name, *args, *outs.values())
     with torch._C._AutoDispatchBelowAutograd():
-        getattr(torch.ops.fusedcomm, spec.name).out(*args, out=out)
-    torch.autograd.graph.increment_version(out)
-    return out
+        getattr(torch.ops.fusedcomm, spec.name).out(*args, **outs)
+    torch.autograd.graph.increment_version(outs.values())
+    return spec.returned([*outs.values()])
 
 
 def _autocast(spec: OpSpec, device_type: str, *args: Any) -> Any:

@@ -23,7 +23,7 @@ from fusedcomm.ops import (
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.geometry.shapes import check_bias, check_tensors
+from fusedcomm.plan.geometry.shapes import check_bias, check_out, check_tensors
 
 Operands = tuple[tuple[Any, ...], Mapping[str, Any]]  # tensors, or lists of them, and facts
 
@@ -86,7 +86,7 @@ class OpSpec:
         """The arguments of ``torch.ops.fusedcomm.<op>(*args)``, defaults included."""
         return self.arguments | dict(zip(self.arguments, args, strict=False))
 
-    def bind(self, args: Sequence[Any], out: Tensor | None = None) -> Arguments:
+    def bind(self, args: Sequence[Any], **outs: Any) -> Arguments:
         """``args``: the schema's; the last ones may be missing."""
         x, ws, biases, *options = (args[0], [], [], *args[1:]) if self.is_plain else args
         if not self.takes_lists and not self.is_plain:
@@ -97,7 +97,7 @@ class OpSpec:
         splits = [named.pop(name, None) for name in Splits._fields]
         if any(each is not None for each in splits):
             named["splits"] = Splits(*splits).hashable
-        return Arguments(x, ws, biases, out=out, **named)
+        return Arguments(x, ws, biases, **outs, **named)
 
     def exchange_of(self, args: Arguments) -> Exchange:
         """Check a call and work out its geometry. Raises ValueError."""
@@ -110,7 +110,12 @@ class OpSpec:
             return [self._checked(args, self.result_shape)] * self.num_results
         exchange = self.exchange_of(args)
         gathered = [exchange.shape if args.return_gathered else [0]] if self.gathers else []
-        return [*exchange.out_shapes, *gathered]
+        return [*exchange.out_shapes * self.num_results, *gathered]
+
+    def check_outs(self, args: Arguments) -> None:
+        if args.outs:
+            for (name, out), shape in zip(args.outs.items(), self.result_shapes(args), strict=True):
+                check_out(out, args.x, shape, name)
 
     def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
         check_tensors(
@@ -147,7 +152,8 @@ def _reduced(args: Arguments) -> Operands:
 
 
 def _normed(args: Arguments) -> Operands:
-    return (args.x, args.w, args.bias, args.residual, args.norm_weight), {"eps": args.eps}
+    tensors = args.x, args.w, args.bias, args.residual, args.norm_weight, args.out, args.residual_out
+    return tensors, {"eps": args.eps}
 
 
 def _gathered(args: Arguments) -> Operands:
@@ -280,9 +286,21 @@ ALL_REDUCE_NORM = replace(
     schema=f"(Tensor x, Tensor residual, Tensor? norm_weight, Tensor? bias, float eps, {GROUP}) -> (Tensor, Tensor)",
     function=norms.all_reduce_norm,
 )
+MATMUL_REDUCE_SCATTER_NORM = replace(
+    MATMUL_ALL_REDUCE_NORM,
+    name="matmul_reduce_scatter_norm",
+    schema="(Tensor x, Tensor w, Tensor? bias, Tensor residual, Tensor? norm_weight, float eps, int scatter_dim, "
+    f"{SCATTER}, int? rank, {GROUP}) -> (Tensor, Tensor)",
+    geometry=exchanges.matmul_reduce_scatter_norm,
+    result_shape=None,
+    program="push_reduce_scatter_norm",
+    function=norms.matmul_reduce_scatter_norm,
+    save=norms.save_scattered,
+    backward=norms.scattered_backward,
+)
 _ALL = (
     *(MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE),
     *(ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
-    *(MATMUL_ALL_REDUCE_NORM, ALL_REDUCE_NORM),
+    *(MATMUL_ALL_REDUCE_NORM, ALL_REDUCE_NORM, MATMUL_REDUCE_SCATTER_NORM),
 )
 OPS = {spec.name: spec for spec in _ALL}

@@ -47,16 +47,18 @@ def push_reduce(
     bias: Tensor | None,
     partial_bias: Tensor | None,
     out: Tensor | None,
+    residual: Tensor | None = None,
+    *,
     scale: float,
 ) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block."""
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     moves = Moves(s, x.dtype)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     for spans in rounds:
         moves.push(spans, matmul)
-        moves.reduce(spans, out, bias, scale, beside=spans is not rounds[-1])
+        moves.reduce(spans, out, bias, scale, residual=residual, beside=spans is not rounds[-1])
     moves.end()
     return out
 

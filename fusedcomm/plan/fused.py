@@ -44,7 +44,7 @@ def push_reduce(
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     if w is None and copy_engines_send(exchange, s.device, x.itemsize):
-        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale)
+        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale=scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):

@@ -27,25 +27,49 @@ def push_reduce_norm(
     bias: Given,
     residual: Tensor,
     norm_weight: Given,
+    normed: Given,
+    out: Given,
     *,
     eps: float,
 ) -> list[Tensor]:
     """``[rms_norm(residual_out) * norm_weight, residual_out]``."""
     if exchange.gathers:
-        out = _one_shot(s, exchange, x, w, bias, residual)
+        out = _one_shot(s, exchange, x, w, bias, residual, out)
     else:
-        out = padded(push_reduce_gather, s, exchange, x, w, bias, None, None, residual, scale=1.0)
-    normed = s.result(residual.shape, x.dtype)
+        out = padded(push_reduce_gather, s, exchange, x, w, bias, None, out, residual, scale=1.0)
+    return _with_norm(s, out.view(residual.shape), norm_weight, normed, eps)
+
+
+def push_reduce_scatter_norm(
+    push_reduce: Program,
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    bias: Given,
+    residual: Tensor,
+    norm_weight: Given,
+    normed: Given,
+    out: Given,
+    *,
+    eps: float,
+) -> list[Tensor]:
+    """The same of this rank's rows."""
+    out = push_reduce(s, exchange, x, w, bias, None, out, s.contiguous(residual), scale=1.0)
+    return _with_norm(s, out, norm_weight, normed, eps)
+
+
+def _with_norm(s: Builder, out: Tensor, norm_weight: Given, normed: Given, eps: float) -> list[Tensor]:
+    normed = s.result(out.shape, out.dtype) if normed is None else normed
     with s.lane("copy"):
-        weight = None if norm_weight is None else s.contiguous(norm_weight)
-        s.norm(normed, out.view(residual.shape), weight, eps)
-    return [normed, out.view(residual.shape)]
+        s.norm(normed, out, None if norm_weight is None else s.contiguous(norm_weight), eps)
+    return [normed, out]
 
 
-def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, residual: Tensor) -> Tensor:
+def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, residual: Tensor, out: Given) -> Tensor:
     moves, residual = Moves(s, x.dtype), s.contiguous(residual)
     terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
-    out = s.result(residual.shape, x.dtype)
+    out = s.result(residual.shape, x.dtype) if out is None else out
     for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
         moves.begin(spans)
         moves.pack(spans, terms, None)

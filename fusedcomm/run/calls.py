@@ -81,6 +81,8 @@ def build(
     algorithm = ALGORITHMS[plan.algorithm]
     if name == "push_reduce_norm":
         program: Program = partial(norm_tail.push_reduce_norm, algorithm.push_reduce_gather)
+    elif name == "push_reduce_scatter_norm":
+        program = partial(norm_tail.push_reduce_scatter_norm, algorithm.push_reduce)
     else:
         program = getattr(algorithm, name)
     if name == "push_reduce_gather":

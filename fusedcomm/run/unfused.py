@@ -56,15 +56,30 @@ def push_reduce_norm(
     w: Given,
     bias: Given,
     residual: Tensor,
-    norm_weight: Given,
-    *,
+    *norm: Given,
     eps: float,
 ) -> list[Tensor]:
     """``residual_out = all_reduce(x @ w) + bias + residual``, behind its ``rms_norm(residual_out) * norm_weight``."""
     total = reference.all_reduce(_product(x, w, None), "sum", s.group_size, s.group_name)
-    wide = total.to(torch.promote_types(x.dtype, torch.float32)) + residual
-    out = (wide if bias is None else wide + bias).to(x.dtype, memory_format=torch.contiguous_format)
-    normed = torch.empty_like(out)
+    return _with_norm(total, bias, residual, eps, *norm)
+
+
+def push_reduce_scatter_norm(
+    s: CallMemory, exchange: Exchange, x: Tensor, w: Tensor, bias: Given, residual: Tensor, *norm: Given, eps: float
+) -> list[Tensor]:
+    """``residual_out = reduce_scatter(x @ w) + bias + residual``, likewise."""
+    moves = _collective("reduce_scatter", s, exchange, x)
+    total = reference.reduce_scatter(reference.matmul(x, w, None), "sum", exchange.split_dim, *moves)
+    return _with_norm(total, bias, residual, eps, *norm)
+
+
+def _with_norm(
+    total: Tensor, bias: Given, residual: Tensor, eps: float, norm_weight: Given, normed: Given, out: Given
+) -> list[Tensor]:
+    wide = total.to(torch.promote_types(total.dtype, torch.float32)) + residual
+    out = torch.empty(total.shape, dtype=total.dtype, device=total.device) if out is None else out
+    out.copy_(wide if bias is None else wide + bias)
+    normed = torch.empty_like(out) if normed is None else normed
     rms_norm(normed, out, norm_weight, eps)
     return [normed, out]
 

@@ -74,7 +74,7 @@ bool is_for_capture(c10::Device device) {
 class OpKernel final : public c10::OperatorKernel {
  public:
   OpKernel(int64_t id, const c10::OperatorHandle& op, py::object kernel, py::object record)
-      : id_(id), group_name_(index_of_group_name(op)), writes_out_(op.operator_name().overload_name == "out"), kernel_(std::move(kernel)),
+      : id_(id), group_name_(index_of_group_name(op)), num_outs_(count_outs(op)), kernel_(std::move(kernel)),
         record_(std::move(record)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, std::vector<c10::IValue>* stack) {
@@ -88,7 +88,7 @@ class OpKernel final : public c10::OperatorKernel {
     Key key{calls->generation(), id_, forced_algorithm, static_cast<int64_t>(precision)};
     std::vector<at::Tensor> tensors;
     if (!make_key(arguments, key, tensors) || !all_on(device, tensors)) return run_python(op, *stack);
-    const at::Tensor out = writes_out_ ? tensors.back() : at::Tensor();
+    const std::vector<at::Tensor> outs(tensors.end() - num_outs_, tensors.end());
     const auto [call, is_known] = calls->find(key);
     if (call != nullptr) {
       std::vector<c10::IValue> results;
@@ -96,12 +96,12 @@ class OpKernel final : public c10::OperatorKernel {
       stack->resize(stack->size() - num_arguments);
       for (auto& result : results) stack->push_back(std::move(result));
       stay_if_interpreter_ends();
-      bump_version(out);
+      bump_versions(outs);
     } else if (is_known) {
       call_python(op, *stack, [&, &key = key](const py::tuple& args, const py::dict& kwargs) {
         return record_.get()(kernel_.get(), calls, std::vector<int64_t>(key.begin(), key.end()), args, kwargs);
       });
-      bump_version(out);
+      bump_versions(outs);
     } else {
       run_python(op, *stack);
     }
@@ -113,8 +113,15 @@ class OpKernel final : public c10::OperatorKernel {
   }
 
   // Autograd does so where it is there, and inference mode leaves it out.
-  static void bump_version(const at::Tensor& out) {
-    if (out.defined() && !out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+  static void bump_versions(const std::vector<at::Tensor>& outs) {
+    for (const auto& out : outs) {
+      if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+  static std::ptrdiff_t count_outs(const c10::OperatorHandle& op) {
+    const auto& arguments = op.schema().arguments();
+    return std::count_if(arguments.begin(), arguments.end(), [](const auto& each) { return each.kwarg_only(); });
   }
 
   bool make_key(c10::ArrayRef<c10::IValue> arguments, Key& key, std::vector<at::Tensor>& tensors) const {
@@ -131,7 +138,7 @@ class OpKernel final : public c10::OperatorKernel {
 
   int64_t id_;
   size_t group_name_;
-  bool writes_out_;  // into its last tensor
+  std::ptrdiff_t num_outs_;  // the last tensors, which it writes
   PythonObject kernel_;
   PythonObject record_;
 };

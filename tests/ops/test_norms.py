@@ -1,4 +1,4 @@
-"""An all_reduce with a residual and an RMSNorm behind it: values, gradients, graphs, errors, calls without Python."""
+"""Sums over the ranks with a residual and an RMSNorm behind: values, gradients, graphs, errors, given memory."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from tests.helpers.spies import Dispatched, pushed
 
 SHAPES = [(4, 8), (5, 7), (2, 3, 16), (33, 97), (1, 1), (0, 8), (4, 0)]  # of the sum
 K, EPS = 6, 1e-5
+SCATTERS = "matmul_reduce_scatter_norm"
+OPS = {"one_shot": ["matmul_all_reduce_norm", "all_reduce_norm"]}
+OPS["two_shot"] = [*OPS["one_shot"], SCATTERS]
 ALGORITHMS = ["unfused", "chunked"]
 
 
@@ -36,6 +39,12 @@ def way(name: str) -> Iterator[None]:
 def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def part(t: Tensor, rank: int, num_ranks: int) -> Tensor:
+    """A rank's rows, cut along the last dim but one."""
+    parts = t.chunk(num_ranks, -2)
+    return parts[rank] if rank < len(parts) else t.narrow(-2, 0, 0)
 
 
 class Case:
@@ -54,21 +63,34 @@ class Case:
         out = (terms + self.residual + (0 if self.bias is None else self.bias)).to(dtype)
         return F.rms_norm(out.double(), out.shape[-1:], self.weight, EPS), out
 
-    def call(self, rank: int, dtype: torch.dtype, group: Any = None, with_matmul: bool = True) -> tuple[Tensor, Tensor]:
-        x, w, residual, bias, weight = (
-            None if t is None else t.to(dtype)
-            for t in (self.xs[rank], self.ws[rank], self.residual, self.bias, self.weight)
-        )
-        if with_matmul:
-            return fusedcomm.matmul_all_reduce_norm(x, w, residual, weight, group, bias=bias, eps=EPS)
-        return fusedcomm.all_reduce_norm(x @ w, residual, weight, group, bias=bias, eps=EPS)
+    def inputs(self, rank: int, dtype: torch.dtype, op: str) -> list[Any]:
+        """x, w, residual, weight, bias."""
+        residual = part(self.residual, rank, len(self.xs)) if op == SCATTERS else self.residual
+        given = self.xs[rank], self.ws[rank], residual, self.weight, self.bias
+        return [None if t is None else t.to(dtype, copy=True) for t in given]
+
+    def call(self, rank: int, dtype: torch.dtype, op: str, group: Any = None) -> tuple[Tensor, Tensor]:
+        return call(op, *self.inputs(rank, dtype, op), group=group)
 
 
-def check(got: tuple[Tensor, Tensor], case: Case, dtype: torch.dtype) -> None:
+def call(op: str, x: Tensor, w: Tensor, residual: Tensor, weight: Any, bias: Any, **given: Any) -> tuple[Tensor, Tensor]:
+    tensors = (x, w) if op.startswith("matmul") else (x @ w,)
+    where = (x.ndim - 2,) if op == SCATTERS else ()
+    made: tuple[Tensor, Tensor] = getattr(fusedcomm, op)(
+        *tensors, residual, weight, *where, bias=bias, **{"eps": EPS, **given}
+    )
+    return made
+
+
+def check(got: tuple[Tensor, Tensor], case: Case, dtype: torch.dtype, op: str) -> None:
     (normed, out), (want, sums) = got, case.expected(dtype)
+    if op == SCATTERS:
+        want, sums = (part(t, dist.get_rank(), len(case.xs)) for t in (want, sums))
     assert torch.equal(out, sums) and normed.is_contiguous() and out.is_contiguous()
     rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     torch.testing.assert_close(normed.double(), want, rtol=rtol, atol=0)
+    if op == SCATTERS:
+        return
     ours = torch.stack([normed, out]).view(torch.uint8).int()
     everyones = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, ours)
@@ -84,8 +106,8 @@ def test_values(rank: int, world_size: int, algorithm: str) -> None:
             for i, shape in enumerate(SHAPES):
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     case = Case(shape, world_size, has_bias=i % 2 == 0, has_weight=i % 3 != 1)
-                    for with_matmul in (True, False):
-                        check(case.call(rank, dtype, with_matmul=with_matmul), case, dtype)
+                    for op in OPS[name]:
+                        check(case.call(rank, dtype, op), case, dtype, op)
 
 
 @on_ranks(2)
@@ -94,7 +116,8 @@ def test_values_in_several_rounds(rank: int) -> None:
     for name in ("one_shot", "two_shot"):
         forced = fusedcomm.force_algorithm("chunked", strict=True)
         with way(name), fresh_group(WORKSPACE_BYTES="8192") as group, forced:
-            check(case.call(rank, torch.float32, group), case, torch.float32)
+            for op in OPS[name]:
+                check(case.call(rank, torch.float32, op, group), case, torch.float32, op)
 
 
 @on_ranks(2)
@@ -112,13 +135,30 @@ def test_batches_and_strides(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("in_place", [None, False, True])
 @pytest.mark.parametrize("name", ["one_shot", "two_shot"])
-def test_no_python_runs_from_the_third_call_on(rank: int, name: str) -> None:
-    case = Case((6, 32), 2)
-    with way(name), started_group("chunked") as group, python_calls() as calls:
-        found = [case.call(rank, torch.float32, group) for _ in range(CALLS)]
-    assert len(calls) == IN_PYTHON, calls
-    assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(found[0], each, strict=True))
+def test_no_python_runs_from_the_third_call_on(rank: int, name: str, in_place: bool | None) -> None:
+    """``in_place``: results go to memory of the caller, residual_out to the residual; None: to memory of the op."""
+    case = Case((5, 32), 2)
+    with way(name), started_group("chunked") as group:
+        for op in OPS[name]:
+            with python_calls() as calls:
+                for i in range(CALLS):
+                    given, outs = case.inputs(rank, torch.float32, op), {}
+                    if in_place is not None:
+                        nan = torch.full_like(given[2], float("nan"))
+                        outs = {"out": nan, "residual_out": given[2] if in_place else nan.clone()}
+                    versions = [each._version for each in outs.values()]
+                    with torch.inference_mode(i % 2 == 1):
+                        got = call(op, *given, group=group, **outs)
+                    assert all(each is to for each, to in zip(got, outs.values(), strict=False))
+                    assert all(out._version > before for out, before in zip(outs.values(), versions, strict=True))
+                    check(got, case, torch.float32, op)
+            assert len(calls) == IN_PYTHON, calls
+        if in_place is not None:  # straight into it
+            plans = [plan for plan in member_of(group).plans.values() if plan.op.endswith("_norm")]
+            results = [plan.schedule.results for plan in plans]
+            assert len(plans) == len(OPS[name]) and not any(results[:1] if name == "two_shot" else results), results
 
 
 @on_ranks(2)

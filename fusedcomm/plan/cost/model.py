@@ -56,6 +56,7 @@ KINDS = {
     "matmul_all_reduce": "all_reduce",
     "matmul_all_reduce_norm": "all_reduce",
     "all_reduce_norm": "all_reduce",
+    "matmul_reduce_scatter_norm": "reduce_scatter",
     **{kind: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")},
 }
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}

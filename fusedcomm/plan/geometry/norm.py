@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from fusedcomm.plan.geometry import payloads
+from fusedcomm.plan.geometry.cut import EVEN, Splits
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.geometry.shapes import Shape, matmul_all_reduce
+from fusedcomm.plan.geometry.shapes import Shape, matmul_all_reduce, matmul_reduce_scatter
 
 # Elements of the payload, by the size of the group: vLLM's bounds of one-shot kernels on sm_90 in bfloat16, 32, 2 and
 # 0.5 MiB (allreduce_rms_fusion.py). With 2 ranks both ways send the same bytes.
@@ -33,6 +34,16 @@ def two_shot(x: Shape, w: Shape | None, eps: float, group_size: int) -> Exchange
     """That of the all_reduce, which it does not meet: here the owner of a block adds the residual."""
     plain = payloads.all_reduce(x, "sum", group_size) if w is None else matmul_all_reduce(x, w, "sum", group_size)
     return replace(plain, reduce_op=_reduce_op(eps))
+
+
+def reduce_scatter(
+    x: Shape, w: Shape, eps: float, scatter_dim: int, group_size: int, splits: Splits = EVEN
+) -> Exchange:
+    """That of the reduce_scatter, which it meets: the residual and the norm are each rank's own."""
+    exchange = matmul_reduce_scatter(x, w, "sum", scatter_dim, group_size, splits)
+    if exchange.splits_columns:
+        raise ValueError(f"scatter_dim must not be the last dim, as each rank norms whole rows, got {scatter_dim}")
+    return exchange
 
 
 def _reduce_op(eps: float) -> str:

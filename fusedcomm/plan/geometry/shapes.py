@@ -268,16 +268,16 @@ def check_bias(bias: Tensor | None, n: int, name: str = "N", argument: str = "bi
         raise ValueError(f"{argument} must have shape [{name}] = [{n}], got {list(bias.shape)}")
 
 
-def check_out(out: Tensor, x: Tensor, shape: Shape) -> None:
+def check_out(out: Tensor, x: Tensor, shape: Shape, name: str = "out") -> None:
     """Raises ValueError unless a result of ``shape``, with x's dtype and device, can be written to ``out``."""
     if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out must have shape {list(shape)}, got {list(out.shape)}")
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(out.shape)}")
     if out.dtype != x.dtype:
-        raise ValueError(f"out must have x's dtype {x.dtype}, got {out.dtype}")
+        raise ValueError(f"{name} must have x's dtype {x.dtype}, got {out.dtype}")
     if out.device != x.device:
-        raise ValueError(f"out must be on x's device {x.device}, got {out.device}")
+        raise ValueError(f"{name} must be on x's device {x.device}, got {out.device}")
     if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()}")
+        raise ValueError(f"{name} must be contiguous, got strides {out.stride()}")
 
 
 def _num_lead(exchanged: Shape, w: Shape) -> int:
