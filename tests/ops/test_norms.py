@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.plan.geometry import norm
-from tests.helpers.groups import empty_is_nan, fresh_group
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import CALLS, IN_PYTHON, python_calls, started_group
 from tests.helpers.spies import Dispatched, pushed
@@ -69,17 +69,14 @@ class Case:
         given = self.xs[rank], self.ws[rank], residual, self.weight, self.bias
         return [None if t is None else t.to(dtype, copy=True) for t in given]
 
-    def call(self, rank: int, dtype: torch.dtype, op: str, group: Any = None) -> tuple[Tensor, Tensor]:
+    def call(self, rank: int, dtype: torch.dtype, op: str, group: Any = None) -> Any:
         return call(op, *self.inputs(rank, dtype, op), group=group)
 
 
-def call(op: str, x: Tensor, w: Tensor, residual: Tensor, weight: Any, bias: Any, **given: Any) -> tuple[Tensor, Tensor]:
+def call(op: str, x: Tensor, w: Tensor, residual: Tensor, weight: Any, bias: Any, **given: Any) -> Any:
     tensors = (x, w) if op.startswith("matmul") else (x @ w,)
     where = (x.ndim - 2,) if op == SCATTERS else ()
-    made: tuple[Tensor, Tensor] = getattr(fusedcomm, op)(
-        *tensors, residual, weight, *where, bias=bias, **{"eps": EPS, **given}
-    )
-    return made
+    return getattr(fusedcomm, op)(*tensors, residual, weight, *where, bias=bias, **{"eps": EPS, **given})
 
 
 def check(got: tuple[Tensor, Tensor], case: Case, dtype: torch.dtype, op: str) -> None:
@@ -158,30 +155,28 @@ def test_no_python_runs_from_the_third_call_on(rank: int, name: str, in_place: b
         if in_place is not None:  # straight into it
             plans = [plan for plan in member_of(group).plans.values() if plan.op.endswith("_norm")]
             results = [plan.schedule.results for plan in plans]
-            assert len(plans) == len(OPS[name]) and not any(results[:1] if name == "two_shot" else results), results
+            assert len(plans) == len(OPS[name]) and not any(results), results
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_gradients(rank: int, algorithm: str) -> None:
+    weights = [torch.arange(1.0, 49.0).view(2, 3, 8), torch.arange(48.0, 0.0, -1).view(2, 3, 8)]
     for has_bias, has_weight in ((True, True), (False, False)):
         case = Case((2, 3, 8), 2, has_bias, has_weight)
-        leaves = {"x": case.xs, "w": case.ws, "residual": case.residual, "bias": case.bias, "weight": case.weight}
-        mine = {name: each[rank] if isinstance(each, list) else each for name, each in leaves.items()}
-        given = [t.requires_grad_() for t in mine.values() if t is not None]
-        weights = [torch.arange(1.0, 49.0).view(2, 3, 8), torch.arange(48.0, 0.0, -1).view(2, 3, 8)]
-        want = torch.autograd.grad(case.expected(), given, [t.double() for t in weights])
-        own = {name: None if t is None else t.detach().float().requires_grad_() for name, t in mine.items()}
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            x, w, residual, bias, weight = own.values()
-            results = fusedcomm.matmul_all_reduce_norm(x, w, residual, weight, bias=bias, eps=EPS)
-            got = torch.autograd.grad(results, [t for t in own.values() if t is not None], weights)
-        torch.testing.assert_close([t.double() for t in got], [*want], rtol=1e-4, atol=1e-4)
-        y = (mine["x"] @ mine["w"]).detach().float().requires_grad_()
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            normed, _ = fusedcomm.all_reduce_norm(y, residual, weight, bias=bias, eps=EPS)
-            of_y, of_residual = torch.autograd.grad(normed.sum(), [y, residual])
-        assert torch.equal(of_y, of_residual)
+        leaves = [case.xs[rank], case.ws[rank], case.residual, case.weight, case.bias]
+        leaves = [t.requires_grad_() for t in leaves if t is not None]
+        want = torch.autograd.grad(case.expected(), leaves, [t.double() for t in weights])
+        for op in OPS["two_shot"]:
+            given = [t if t is None else t.detach().requires_grad_() for t in case.inputs(rank, torch.float32, op)]
+            of_results, wanted = weights, [*want]
+            if op == SCATTERS:
+                of_results, wanted[2] = [part(t, rank, 2) for t in weights], part(want[2], rank, 2)
+            with fusedcomm.force_algorithm(algorithm, strict=True):
+                got = torch.autograd.grad(call(op, *given), [t for t in given if t is not None], of_results)
+            for of_rows in got[3:] if op == SCATTERS else ():  # of the weight and the bias: this rank's part
+                dist.all_reduce(of_rows)
+            torch.testing.assert_close([t.double() for t in got], wanted, rtol=1e-4, atol=1e-4)
 
 
 @on_ranks(2)
@@ -200,22 +195,38 @@ def test_second_derivatives(rank: int) -> None:
     shapes = (3, 4), (4, 5), (3, 5), (5,), (5,)
     x, w, residual, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
-    def call(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return fusedcomm.matmul_all_reduce_norm(x, w, residual, weight, alone, bias=bias)
-
-    torch.autograd.gradgradcheck(call, (x, w, residual, weight, bias))
+    for op in ("matmul_all_reduce_norm", SCATTERS):
+        torch.autograd.gradgradcheck(partial(call, op, group=alone), (x, w, residual, weight, bias))
 
 
 @on_ranks(2)
 def test_in_graphs(rank: int) -> None:
     case = Case((4, 8), 2)
-    x, w, residual = case.xs[rank].float(), case.ws[rank].float(), case.residual.float()
+
+    def program(givens: list[Any], outs: list[list[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for op, given, (out, residual) in zip(OPS["two_shot"], givens, outs, strict=True):
+            found.append(call(op, *given))
+            found.append(call(op, given[0], given[1], residual, *given[3:], out=out, residual_out=residual))
+        return found
+
+    def memory() -> list[list[Tensor]]:
+        return [[torch.full_like(given[2], float("nan")), given[2].clone()] for given in givens]
+
+    givens = [case.inputs(rank, torch.float32, op) for op in OPS["two_shot"]]
+    outs, outs_of_graph = memory(), memory()
     with Dispatched() as dispatched:
-        want = fusedcomm.matmul_all_reduce_norm(x, w, residual, None)
-    op = torch.ops.fusedcomm.matmul_all_reduce_norm.default
-    torch.library.opcheck(op, tuple(dispatched.arguments("fusedcomm::matmul_all_reduce_norm")))
-    compiled = torch.compile(lambda *args: fusedcomm.matmul_all_reduce_norm(*args, None), fullgraph=True)
-    assert all(torch.equal(a, b) for a, b in zip(compiled(x, w, residual), want, strict=True))
+        want = program(givens, outs)
+    got = torch.compile(program, fullgraph=True)(givens, outs_of_graph)
+    torch.testing.assert_close((got, outs_of_graph), (want, outs), rtol=0, atol=0)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    checks += ["test_aot_dispatch_dynamic"] if hasattr(torch.Tag, "out") else []
+    for op, (out, residual) in zip(OPS["two_shot"], outs, strict=True):
+        args, packet = tuple(dispatched.arguments(f"fusedcomm::{op}")), getattr(torch.ops.fusedcomm, op)
+        torch.library.opcheck(packet.default, args)
+        torch.library.opcheck(packet.out, args, {"out": out, "residual_out": residual}, test_utils=checks)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert packet(*args)[0].dtype == torch.bfloat16
 
 
 @on_ranks(2)
@@ -225,6 +236,7 @@ def test_a_plan_is_explained(rank: int) -> None:
     assert plan.algorithm == "chunked"
     fusedcomm.all_reduce_norm(y, y, None)
     assert "Norm" in str(fusedcomm.explain("all_reduce_norm", y, y, None).schedule)
+    assert fusedcomm.explain(SCATTERS, y.mT, y, y.new_ones(2048, 4096), None, 0).algorithm == "chunked"
 
 
 @on_ranks(2)
@@ -236,6 +248,20 @@ def test_peers_that_call_something_else_are_told(rank: int, other: str) -> None:
             fusedcomm.all_reduce_norm(y, y, None, group, eps=rank)
         else:
             fusedcomm.all_reduce(y, group)
+
+
+@on_ranks(2)
+def test_a_scattered_norm_is_on_the_wire_a_reduce_scatter(rank: int) -> None:
+    case = Case((6, 8), 2, has_weight=False)
+    x, w, residual, _, bias = given = case.inputs(rank, torch.float32, SCATTERS)
+    with started_group("chunked", TIMEOUT_S="5") as group:
+        if rank == 0:
+            out = fusedcomm.matmul_reduce_scatter(x, w, 0, group, bias=bias) + residual
+            check((F.rms_norm(out, (8,), None, EPS), out), case, torch.float32, SCATTERS)
+        else:
+            check(call(SCATTERS, *given, group=group), case, torch.float32, SCATTERS)
+    with fresh_group(CHECK="1") as group, pytest.raises(fusedcomm.PeerMismatchError, match="got eps 0 on rank 0"):
+        call(SCATTERS, *given, group=group, eps=rank)
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -250,11 +276,51 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+BAD_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"scatter_dim": -1}, ValueError, "scatter_dim must not be the last dim, as each rank norms whole rows, got -1"),
+    ({"scatter_dim": 2}, ValueError, r"scatter_dim must be in \[-2, 1\], got 2"),
+    ({"residual": torch.ones(4, 8)}, ValueError, r"residual must have the shape of the sum, \[2, 8\], got \[4, 8\]"),
+    ({"scatter_splits": [1, 1]}, ValueError, "scatter_splits"),
+]
+
+
 @on_ranks(2)
 def test_bad_input_is_an_error_before_anything_is_sent(rank: int) -> None:
-    for change, error, text in BAD:
-        given: dict[str, Any] = {"residual": torch.ones(4, 8), "norm_weight": None, **change}
-        for call in (fusedcomm.all_reduce_norm, partial(fusedcomm.matmul_all_reduce_norm, torch.ones(4, 3))):
-            with pushed() as sent, pytest.raises(error, match=text):
-                call(torch.ones((3 if isinstance(call, partial) else 4), 8), **given)
-            assert not sent.chunks
+    w, whole, rows = torch.ones(3, 8), {"residual": torch.ones(4, 8)}, {"residual": torch.ones(2, 8), "scatter_dim": 0}
+    multiplied = {"x": torch.ones(4, 3), "w": w, "norm_weight": None}
+    cases = [("matmul_all_reduce_norm", each, multiplied | whole) for each in BAD]
+    cases += [("all_reduce_norm", each, {"x": torch.ones(4, 8), "norm_weight": None, **whole}) for each in BAD]
+    cases += [(SCATTERS, each, multiplied | rows) for each in [*BAD_ROWS, *BAD[1:]]]
+    for op, (change, error, text), given in cases:
+        with pushed() as sent, pytest.raises(error, match=text):
+            getattr(fusedcomm, op)(**given | change)
+        assert not sent.chunks
+
+
+@on_ranks(2)
+def test_memory_that_results_cannot_have(rank: int) -> None:
+    wide, x, residual = torch.ones(9, 8), torch.ones(4, 8), torch.ones(4, 8)
+    leaf = torch.ones(4, 8, requires_grad=True)
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"out": torch.ones(4, 7)}, ValueError, r"out must have shape \[4, 8\], got \[4, 7\]"),
+        ({"residual_out": torch.ones(4, 8).double()}, ValueError, "residual_out must have x's dtype"),
+        ({"residual_out": torch.ones(8, 4).mT}, ValueError, "residual_out must be contiguous"),
+        ({"out": residual}, ValueError, "out must not overlap residual"),
+        ({"out": x}, ValueError, "out must not overlap x"),
+        ({"residual": wide[:4], "residual_out": wide[3:7]}, ValueError, "residual_out must not overlap residual"),
+        ({"out": wide[:4], "residual_out": wide[3:7]}, ValueError, "out must not overlap residual_out"),
+        ({"norm_weight": wide[4], "residual_out": wide[3:7]}, ValueError, "residual_out must not overlap norm_weight"),
+        ({"residual_out": 1}, TypeError, "residual_out must be a tensor, got 1"),
+        ({"residual": leaf, "out": torch.ones(4, 8)}, RuntimeError, "no tensor may require grad"),
+        ({"out": leaf}, RuntimeError, "no tensor may require grad"),
+    ]
+    for change, error, text in bad:
+        given: dict[str, Any] = {"residual": residual, "norm_weight": None, **change}
+        with pushed() as sent, pytest.raises(error, match=text):
+            fusedcomm.all_reduce_norm(x, **given)
+        assert not sent.chunks
+    out, total = fusedcomm.all_reduce_norm(x, residual, None, residual_out=wide[:4])  # the other is made
+    assert (total == 3).all() and (wide[:4] == 3).all() and (wide[4:] == 1).all() and out.shape == (4, 8)
+    with torch.no_grad():
+        fusedcomm.all_reduce_norm(x, leaf, None, out=out, residual_out=leaf)
+    assert (leaf == 3).all()
