@@ -29,7 +29,8 @@ def _register(spec: OpSpec) -> None:
     else:
         made = native.register_autograd_kernel(f"fusedcomm::{spec.name}", partial(_autograd, formula), False, formula)
         _native_kernels.append(made)
-    for device_type in () if spec.is_plain else ("CPU", "CUDA"):  # which only moves what it is given
+    only_moves = spec.is_plain and spec.num_results == 1
+    for device_type in () if only_moves else ("CPU", "CUDA"):
         lib.impl(spec.name, partial(_autocast, spec, device_type), f"Autocast{device_type}")
     names = [spec.name]
     if spec.takes_lists:

@@ -23,7 +23,7 @@ def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *oper
         x = s.reshape(x, math.prod(shape[:-1]), shape[-1])
     batches, num_rows, k = x.shape[: exchange.num_batch_dims], exchange.shape[-2], x.shape[-1]
     padding = num_rows - math.prod(x.shape[exchange.num_batch_dims : -1])
-    if bias is not None and exchange.splits_columns:
+    if bias is not None and exchange.split_dim == len(exchange.shape) - 1:  # also where all dims count as rows
         bias = bias.chunk(s.group_size)[s.rank]
     if not padding:
         return program(s, exchange, x, w, bias, partial_bias, out, *residuals, scale=scale)
