@@ -6,6 +6,7 @@ Values are checked by `fusedcomm.plan.geometry.shapes`, which the dispatcher ops
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
@@ -102,26 +103,27 @@ def _check_apart(outs: dict[str, Any], inputs: dict[str, Any]) -> None:
     for name, out in outs.items():
         if out is not None:
             check_tensor(name, out)
-    if any(isinstance(out, Tensor) and is_traced(out) for out in outs.values()):
+    if any(out is not None and is_traced(out) for out in outs.values()):
         return  # without addresses
-    given = {name: t for name, t in {**inputs, **outs}.items() if isinstance(t, Tensor)}
-    spans = {name: _span(t) for name, t in given.items()}
-    for name in outs:
-        for other in spans:
-            if name not in spans or name == other:
-                continue
-            (begin, end), (start, stop) = spans[name], spans[other]
-            is_same = (name, other) == ("residual_out", "residual") and begin == start and given[other].is_contiguous()
-            if begin < stop and start < end and not is_same:
+    spans = {name: _span(t) for name, t in (inputs | outs).items() if isinstance(t, Tensor)}
+    if spans.get("residual_out") == spans["residual"] and inputs["residual"].is_contiguous():
+        del spans["residual"]
+    in_order = sorted(spans.values())
+    if all(end <= start for (_, end), (start, _) in pairwise(in_order)):  # most calls
+        return
+    for name in [name for name in outs if name in spans]:
+        for other, (start, stop) in spans.items():
+            if other != name and max(start, spans[name][0]) < min(stop, spans[name][1]):
                 raise ValueError(f"{name} must not overlap {other}")
 
 
 def _span(t: Tensor) -> tuple[int, int]:
     """The addresses of its first byte and behind its last one."""
-    if t.numel() == 0:
-        return 0, 0
+    begin = t.data_ptr()
+    if t.is_contiguous():
+        return begin, begin + t.nbytes
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+    return begin, begin + (last + 1) * t.itemsize
 
 
 def check_tensor(name: str, t: Any) -> None:
