@@ -129,6 +129,12 @@ def test_batches_and_strides(rank: int) -> None:
         want = xs[0] @ ws[0] + xs[1] @ ws[1] + residual
         assert torch.equal(out, want)
         torch.testing.assert_close(normed, F.rms_norm(want, (8,), weight, EPS))
+    for algorithm in ALGORITHMS:
+        mine, rows = (t.split([3, 1], 1)[rank] for t in (residual, want))
+        with fusedcomm.force_algorithm(algorithm, strict=True):
+            normed, out = call(SCATTERS, xs[rank], ws[rank], mine, weight, None, scatter_splits=[3, 1])
+        assert torch.equal(out, rows) and out.is_contiguous()
+        torch.testing.assert_close(normed, F.rms_norm(rows, (8,), weight, EPS))
 
 
 @on_ranks(2)
