@@ -142,6 +142,7 @@ def test_compile(rank: int, dynamic: bool) -> None:
 
 @on_ranks(2)
 def test_out(rank: int) -> None:
+    assert "out" not in torch.ops.fusedcomm.all_gather.overloads()  # nor has a gather with a matmul
     for op in ("reduce_scatter", "all_reduce"):
         x, options = EACH[op].whole(torch.float32) + rank, EACH[op].options(2)
         with fusedcomm.force_algorithm("chunked", strict=True):
