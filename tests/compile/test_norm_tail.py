@@ -1,4 +1,4 @@
-"""all_reduce, residual and RMSNorm of unchanged programs become one op where few rows go whole to all ranks."""
+"""Residual and RMSNorm behind a sum of unchanged programs join its op: of few rows, or of scattered ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedcomm.plan.geometry import norm
 from tests.helpers.block_checks import interpreted
 from tests.helpers.graphs import aten_graph, recorded_graphs, targets
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.program_parts import world
+from tests.helpers.program_parts import reduce_scatter, world
 
 T, K, N = 4, 6, 8
 Norm = Callable[[Tensor, Tensor], Tensor]
@@ -73,7 +73,18 @@ def one_result(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, b: Tensor
     return llama(reduced(x @ w).view(2, -1, N) + residual, weight)
 
 
+def scattered(dim: int) -> Callable[..., Any]:
+    def program(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, b: Tensor) -> Any:
+        y = reduce_scatter((x @ w).view(2, -1, N), "sum", dim, world())
+        r = residual.chunk(2, dim)[0] + (y + b)
+        return llama(r, weight), r
+
+    return program
+
+
 PROGRAMS = {name: layer(n) for name, n in NORMS.items()} | {"no bias": layer(llama, False), "one result": one_result}
+SCATTERED = {f"scattered {dim}": "matmul_reduce_scatter_norm" for dim in range(2)}
+PROGRAMS |= {name: scattered(dim) for dim, name in enumerate(SCATTERED)}
 
 
 def arguments(rank: int, dtype: torch.dtype, rows: int = T) -> list[Tensor]:
@@ -98,7 +109,7 @@ def test_every_spelling(rank: int, dtype: torch.dtype) -> None:
     args = arguments(rank, dtype)
     for name, program in PROGRAMS.items():
         got, ops = passed(program, args)
-        assert ops == ["matmul_all_reduce_norm"], name
+        assert ops == [SCATTERED.get(name, "matmul_all_reduce_norm")], name
         rounding = {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}  # the program rounds twice, or once
         torch.testing.assert_close(got, program(*args), **rounding)
 
@@ -111,6 +122,9 @@ MISSES: dict[str, Callable[..., Any]] = {
     "another dim": lambda x, w, r, g, b: (lambda h: h * torch.rsqrt(h.pow(2).mean(0, True) + 1e-6))(reduced(x @ w) + b),
     "layer norm": lambda x, w, r, g, b: F.layer_norm(reduced(x @ w).view(2, -1, N) + r, (N,), g),
     "transposed": lambda x, w, r, g, b: llama(reduced(x @ w).T.view(-1, T) + g[:, None].expand(N, T), g[:T]),
+    "columns": lambda x, w, r, g, b: llama(
+        reduce_scatter(x @ w, "sum", 1, world()) + r.flatten(0, 1)[:, : N // 2], g[: N // 2]
+    ),
     "rows of a bias": lambda x, w, r, g, b: llama(reduced(x @ w) + g[:T, None], g),
     "residual in float64": lambda x, w, r, g, b: llama(reduced(x @ w).view(2, -1, N) + r.double(), g),
 }
@@ -121,7 +135,7 @@ def test_near_misses(rank: int) -> None:
     args = arguments(rank, torch.float32)
     for name, program in MISSES.items():
         got, ops = passed(program, args)
-        assert ops == ["matmul_all_reduce"], name
+        assert ops == ["matmul_reduce_scatter" if name == "columns" else "matmul_all_reduce"], name
         torch.testing.assert_close(got, program(*args), msg=name)
 
 
