@@ -187,16 +187,19 @@ def reduce(
     bias: Tensor | None,
     scale: float,
     *,
+    residual: Tensor | None = None,
     beside: bool = False,
     arrived: bool = False,
 ) -> None:
-    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
+    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with residual and bias. This ends the round.
 
     A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
+    ``residual``: one addend more, of out's shape, contiguous.
     ``beside`` and ``arrived``: as in `unpack`.
     """
     span = spans.at(s.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
+    assert residual is None or (residual.is_contiguous() and scale == 1)
     assert scale in (1.0, 1.0 / s.group_size)
     if span.size == 0:
         wait(s)
@@ -205,6 +208,7 @@ def reduce(
     arguments = (
         s.place(out),
         _vector(s, bias),
+        s.optional(residual),
         Table(),
         Reduced(span.size, span.start, spans.chunk_numel),
         1 if bias is None else bias.numel(),
@@ -218,6 +222,59 @@ def reduce(
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = _num_programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     _launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
+
+
+def reduce_norm(
+    s: Builder,
+    normed: Tensor,
+    out: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spans: RoundSpans,
+    eps: float,
+) -> None:
+    """Wait for every src_rank's rows, add them up with residual and bias into ``out``, and norm that into ``normed``.
+
+    normed, out and residual [..., N] are contiguous. This ends the round. It is one launch for any number of rows.
+    """
+    span, n = spans.at(s.rank).pack, out.shape[-1]
+    assert out.is_contiguous() and normed.is_contiguous() and residual.is_contiguous()
+    if span.size == 0:
+        wait(s)
+        return
+    assert span.inner >= span.size and span.size % n == span.start % n == 0
+    block, num_warps = tiles.norm_config(s.device.architecture, n, s.group_size)
+    arguments = (
+        *map(s.place, (normed, out, residual)),
+        _vector(s, bias),
+        _vector(s, weight),
+        Table(),
+        Reduced(span.size, span.start, spans.chunk_numel),
+        n,
+        float(eps),
+        s.memory.slot_bytes,
+        *_of_round(s),
+        unit(out.itemsize, n),
+        block,
+        n <= block,
+    )
+    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps))}
+    num_programs = _num_programs(s, "copy-out beside", span.size // n)
+    _launch(s, "reduce_norm.reduce_norm_kernel", num_programs, arguments, **options)
+
+
+def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
+    """``normed = x / sqrt(mean(x ** 2) + eps) * weight`` of each row [..., N], contiguous. It waits for nobody."""
+    assert x.is_contiguous() and normed.is_contiguous()
+    if x.numel() == 0:
+        return
+    n = x.shape[-1]
+    block, num_warps = tiles.norm_config(s.device.architecture, n, 1)
+    num_rows, numbers = x.numel() // n, (unit(x.itemsize, n), block, n <= block)
+    arguments = s.place(normed), s.place(x), _vector(s, weight), num_rows, n, float(eps), *numbers
+    num_programs = _num_programs(s, "copy-out", num_rows, 2)
+    _launch(s, "reduce_norm.norm_kernel", num_programs, arguments, num_warps=num_warps)
 
 
 def _copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:

@@ -49,8 +49,34 @@ def unpack(
     _run("unpack", workspace, fingerprint, out, spans=spans, end_round=end_round, own=own, arrived=True)
 
 
-def reduce(out: Tensor, spans: RoundSpans, bias: Tensor | None, scale: float, workspace: Any, fingerprint: int) -> None:
-    _run("reduce", workspace, fingerprint, out, bias=bias, spans=spans, scale=scale, arrived=True)
+def reduce(
+    out: Tensor,
+    spans: RoundSpans,
+    bias: Tensor | None,
+    scale: float,
+    workspace: Any,
+    fingerprint: int,
+    residual: Tensor | None = None,
+) -> None:
+    _run("reduce", workspace, fingerprint, out, residual, bias=bias, spans=spans, scale=scale, arrived=True)
+
+
+def reduce_norm(
+    normed: Tensor,
+    out: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    spans: RoundSpans,
+    eps: float,
+    workspace: Any,
+    fingerprint: int,
+) -> None:
+    _run("reduce_norm", workspace, fingerprint, normed, out, residual, weight, bias=bias, spans=spans, eps=eps)
+
+
+def norm(normed: Tensor, x: Tensor, weight: Tensor | None, eps: float, workspace: Any) -> None:
+    _run("norm", workspace, 0, normed, x, weight, eps=eps)
 
 
 def begin_push(workspace: Any) -> None:
@@ -90,6 +116,8 @@ def _plan(name: str, workspace: Any, layouts: Sequence[Layout | None], options: 
     s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
     *tensors, bias = s.inputs
     if name == "reduce":
+        tensors, options = tensors[:1], {**options, "residual": tensors[1]}
+    if name in ("reduce", "reduce_norm"):
         options = {**options, "bias": bias}
     getattr(launches, name)(s, *tensors, **options)
     return s.finish()

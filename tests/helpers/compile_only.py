@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.memory import topology
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.plan.builder import Device, Memory
-from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order
@@ -196,13 +197,29 @@ class GatherRound:
         return shapes.all_to_all_matmul(self.shape, self._w_shape(), *dims, GROUP_SIZE)
 
 
-def reduce(dtype: torch.dtype, bias: bool = False, scale: float = 1.0, group_size: int = GROUP_SIZE) -> None:
+def reduce(
+    dtype: torch.dtype, bias: bool = False, scale: float = 1.0, group_size: int = GROUP_SIZE, residual: bool = False
+) -> None:
     """Launch the reduction of a matmul_reduce_scatter with 16384 rows in all."""
     exchange = shapes.matmul_reduce_scatter((4 * 4096, 1024), (1024, 4096), "sum", 0, group_size)
     (spans,) = exchange.rounds(1 << 62)
     out = torch.empty(exchange.out_shape, dtype=dtype, device="meta")
     vector = torch.empty(4096, dtype=dtype, device="meta") if bias else None
-    launch_now.reduce(out, spans, vector, scale, MetaWorkspace(group_size), 1)
+    added = torch.empty_like(out) if residual else None
+    launch_now.reduce(out, spans, vector, scale, MetaWorkspace(group_size), 1, residual=added)
+
+
+def reduce_norm(n: int, dtype: torch.dtype = torch.bfloat16, group_size: int = 8) -> None:
+    """Launch the sum and the norm of 64 rows, with everything that it may take."""
+    (spans,) = norm.one_shot((64, n), 0, 1e-6, group_size).rounds(1 << 62)
+    normed, out, residual = torch.empty(3, 64, n, dtype=dtype, device="meta").unbind()
+    weight, bias = torch.empty(2, n, dtype=dtype, device="meta").unbind()
+    launch_now.reduce_norm(normed, out, residual, weight, bias, spans, 1e-6, MetaWorkspace(group_size), 1)
+
+
+def norm_rows(n: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    normed, x = torch.empty(2, 8192, n, dtype=dtype, device="meta").unbind()
+    launch_now.norm(normed, x, torch.empty(n, dtype=dtype, device="meta"), 1e-6, MetaWorkspace())
 
 
 def finish() -> None:
@@ -245,6 +262,12 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "reduce of 8 ranks bias", lambda: reduce(torch.bfloat16, bias=True, group_size=8)
     yield "reduce average bias", lambda: reduce(torch.bfloat16, bias=True, scale=1 / GROUP_SIZE)
     yield "reduce fp32 bias", lambda: reduce(torch.float32, bias=True)
+    yield "reduce residual", lambda: reduce(torch.bfloat16, residual=True)
+    for n in (1032, 8192, 16384):
+        yield f"reduce and norm {n}", partial(reduce_norm, n)
+    yield "norm 8192", partial(norm_rows, 8192)
+    yield "reduce and norm fp32", partial(reduce_norm, 8192, torch.float32, 4)
+    yield "reduce and norm of 16 ranks", partial(reduce_norm, 16384, group_size=16)
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)
     yield "begin push", lambda: launch_now.begin_push(MetaWorkspace())

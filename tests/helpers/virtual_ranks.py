@@ -17,7 +17,7 @@ GUARD = 0xA5
 NOT_A_NUMBER = 0xFF  # in every byte of a float of any type
 FINGERPRINT = 0x5A17C3
 ARCHITECTURE = 0  # of Triton's interpreter; with 90 it loads by descriptors
-NUM_PROGRAMS = {"push": 3, "pack": 2, "gather": 3, "copy-out": 2}
+NUM_PROGRAMS = {"push": 3, "pack": 2, "gather": 3, "copy-out": 2, "copy-out beside": 2}
 
 
 class FewPrograms(Device):

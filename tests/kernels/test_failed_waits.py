@@ -10,13 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
 
 OTHER = FINGERPRINT ^ 1
-OF_ONES = {"unpack": 8, "reduce": 16, "gather rows": 8, "gather K": 16}  # each element, where 2 ranks send ones
+OF_ONES = {"unpack": 8, "reduce": 16, "reduce and norm": 2, "gather rows": 8, "gather K": 16}  # each element, where 2 ranks send ones
 by_kernel = pytest.mark.parametrize("kernel", OF_ONES)
 gathers = pytest.mark.parametrize("kernel", ["gather rows", "gather K"])
 
@@ -27,6 +27,8 @@ def exchange_of(kernel: str, group_size: int) -> Exchange:
         return shapes.matmul_all_to_all((6, 8), (8, 24), None, 0, 1, group_size)
     if kernel == "reduce":
         return shapes.matmul_reduce_scatter((6, 8), (8, 24), "sum", 0, group_size)
+    if kernel == "reduce and norm":
+        return norm.one_shot((6, 8), 0, 0.0, group_size)
     dim = int(kernel == "gather K")
     return shapes.all_gather_matmul((6, 8), [(8 * group_size**dim, 24)], dim, group_size)
 
@@ -53,6 +55,10 @@ def receive(kernel: str, rank: VirtualRank, fingerprint: int = FINGERPRINT, end_
     out = torch.zeros(exchange.out_shape)
     if kernel == "unpack":
         launch_now.unpack(out, spans, rank, fingerprint)
+    elif kernel == "reduce and norm":
+        normed, zeros = torch.zeros(6, 8), torch.zeros(6, 8)
+        launch_now.reduce_norm(normed, out, zeros, None, None, spans, 0.0, rank, fingerprint)
+        assert torch.equal(normed.isnan(), out.isnan())
     elif kernel == "reduce":
         launch_now.reduce(out, spans, None, 1.0, rank, fingerprint)
     else:
