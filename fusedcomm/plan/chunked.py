@@ -83,7 +83,7 @@ def push_reduce_gather(
     moves = Moves(s, x.dtype)
     out = moves.result(exchange.out_shape, out)
     reduced = _own_block(s, exchange, out)
-    own_residual = None if residual is None else _own_part(s, exchange, residual)
+    own_residual = None if residual is None else own_part(s, exchange, residual)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     for spans in rounds:
         beside = spans is not rounds[-1]
@@ -178,7 +178,7 @@ def _own_block(s: Builder, exchange: Exchange, out: Tensor) -> Tensor:
     return out.view(-1).narrow(0, s.rank * numel, numel).view(exchange.block)
 
 
-def _own_part(s: Builder, exchange: Exchange, t: Tensor) -> Tensor:
+def own_part(s: Builder, exchange: Exchange, t: Tensor) -> Tensor:
     """This rank's block of a tensor that lies as the result, contiguous."""
     shape, dim = exchange.unpacked
     assert dim is not None

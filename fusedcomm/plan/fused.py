@@ -40,29 +40,48 @@ def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Give
 
 
 def push_reduce(
-    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Given,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    residual: Given = None,
+    *,
+    scale: float,
 ) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block."""
     if w is None and copy_engines_send(exchange, s.device, x.itemsize):
-        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale=scale)
+        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, scale=scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
+        _push_sum(s, x, w, partial_bias, spans, out, bias, scale, residual)
     return out
 
 
 def push_reduce_gather(
-    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Given,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    residual: Given = None,
+    *,
+    scale: float,
 ) -> Tensor:
-    """``all_reduce(x @ w + partial_bias) * scale + bias``: two rounds a part, the second for the sums."""
+    """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums."""
     if w is None and copy_engines_send(exchange, s.device, x.itemsize):
-        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, scale=scale)
+        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, scale=scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)
+    own_residual = None if residual is None else chunked.own_part(s, exchange, residual)
     for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, reduced, bias, scale)
+        _push_sum(s, x, w, partial_bias, spans, reduced, bias, scale, own_residual)
         with s.lane("push"):
             launches.pack(s, reduced, spans)
         with s.lane("copy"):
@@ -80,6 +99,7 @@ def _push_sum(
     out: Tensor,
     bias: Given,
     scale: float,
+    residual: Given = None,
 ) -> None:
     if w is None:
         with s.lane("push"):
@@ -88,7 +108,7 @@ def _push_sum(
         with s.lane("matmul"):
             launches.push(s, x, w, partial_bias, spans)
     with s.lane("copy"):
-        launches.reduce(s, out, spans, bias, scale)
+        launches.reduce(s, out, spans, bias, scale, residual=residual)
     s.add(EndRound(by_kernel=True))
 
 

@@ -150,10 +150,10 @@ class Moves:
         with self.s.when(when), self.s.lane("matmul", dst_rank):
             matmul(spans.at(dst_rank), dst_rank, to)
 
-    def pack(self, spans: RoundSpans, packed: Tensor, out: Tensor | None) -> None:
-        """Send every peer its chunk of ``packed``. This rank's own chunk stays where it is."""
+    def pack(self, spans: RoundSpans, packed: Tensor, out: Tensor | None, *, own: bool = False) -> None:
+        """Send every peer its chunk of ``packed``. This rank's own chunk stays where it is, without ``own``."""
         s = self.s
-        for dst_rank in self.peers[:-1]:
+        for dst_rank in self.peers if own else self.peers[:-1]:
             chunk, part = spans.at(dst_rank).pack.view(packed.view(-1), 0, dst_rank), self._chunk(spans, dst_rank)
             with s.lane("push", dst_rank):
                 if s.device.is_gpu:
@@ -169,7 +169,7 @@ class Moves:
                 else:
                     s.copy(part.view(chunk.shape), chunk)
             self._signal(dst_rank)
-        if s.device.is_gpu:
+        if s.device.is_gpu and not own:
             self._signal(self.rank)
 
     def _ask(self, spans: RoundSpans, dst_rank: int, out: Tensor | None) -> Tensor | None:
@@ -275,10 +275,9 @@ class Moves:
         """
         s = self.s
         if s.device.is_gpu:
-            assert residual is None, "no kernel adds it yet"
             s.join(READS, MAIN)
             with s.on(READS), s.lane("copy"):
-                launches.reduce(s, out, spans, bias, scale, beside=beside)
+                launches.reduce(s, out, spans, bias, scale, residual=residual, beside=beside)
             self._end_round()
             return
         for src_rank in self.sources[1:]:
@@ -292,6 +291,12 @@ class Moves:
         with s.lane("copy"):
             s.reduce(total, [*parts, *more], bias, scale)
         s.add(EndRound())
+
+    def reduce_norm(self, spans: RoundSpans, *operands: Tensor | None, eps: float) -> None:
+        """On a GPU: `launches.reduce_norm`, which waits for all chunks and ends the round."""
+        with self.s.on(READS), self.s.lane("copy"):
+            launches.reduce_norm(self.s, *operands, spans, eps)
+        self._end_round()
 
     def arrived(self) -> None:
         """Later matmuls read the unpacked tensor."""

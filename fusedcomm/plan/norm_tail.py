@@ -3,7 +3,8 @@
     one_shot    every rank sends its whole terms to all; each adds them, in rank order
     two_shot    a reduce_scatter whose owner adds the residual too, and a gather of the sums
 
-The norm reads the rounded ``residual_out``, so that all ranks have the same bits.
+The norm reads the rounded ``residual_out``, so that all ranks have the same bits. On GPUs, one_shot is three launches:
+cuBLAS's, one that sends, and one that waits, adds and norms.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import math
 
 from torch import Tensor
 
+from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, Given, Program
+from fusedcomm.plan.fused import copy_engines_send
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.moves import Moves
 from fusedcomm.plan.padded_rows import padded
+from fusedcomm.plan.schedule import EndRound
 
 
 def push_reduce_norm(
@@ -31,13 +35,16 @@ def push_reduce_norm(
     out: Given,
     *,
     eps: float,
+    fused: bool = False,
 ) -> list[Tensor]:
-    """``[rms_norm(residual_out) * norm_weight, residual_out]``."""
+    """``[rms_norm(residual_out) * norm_weight, residual_out]``. ``fused``: by Triton kernels, on a CPU interpreted."""
+    if exchange.gathers and (fused or s.device.is_gpu):
+        return _one_shot_by_kernels(s, exchange, x, w, bias, residual, norm_weight, normed, out, eps, fused)
     if exchange.gathers:
         out = _one_shot(s, exchange, x, w, bias, residual, out)
     else:
         out = padded(push_reduce_gather, s, exchange, x, w, bias, None, out, residual, scale=1.0)
-    return _with_norm(s, out.view(residual.shape), norm_weight, normed, eps)
+    return _with_norm(s, out.view(residual.shape), norm_weight, normed, eps, fused)
 
 
 def push_reduce_scatter_norm(
@@ -53,16 +60,20 @@ def push_reduce_scatter_norm(
     out: Given,
     *,
     eps: float,
+    fused: bool = False,
 ) -> list[Tensor]:
     """The same of this rank's rows."""
     out = push_reduce(s, exchange, x, w, bias, None, out, s.contiguous(residual), scale=1.0)
-    return _with_norm(s, out, norm_weight, normed, eps)
+    return _with_norm(s, out, norm_weight, normed, eps, fused)
 
 
-def _with_norm(s: Builder, out: Tensor, norm_weight: Given, normed: Given, eps: float) -> list[Tensor]:
+def _with_norm(s: Builder, out: Tensor, norm_weight: Given, normed: Given, eps: float, fused: bool) -> list[Tensor]:
     normed = s.result(out.shape, out.dtype) if normed is None else normed
     with s.lane("copy"):
-        s.norm(normed, out, None if norm_weight is None else s.contiguous(norm_weight), eps)
+        if fused or s.device.is_gpu:
+            launches.norm(s, normed, out, norm_weight, eps)
+        else:
+            s.norm(normed, out, None if norm_weight is None else s.contiguous(norm_weight), eps)
     return [normed, out]
 
 
@@ -77,6 +88,40 @@ def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, 
         moves.reduce(spans, out, bias, 1.0, residual=residual, beside=False)
     moves.end()
     return out
+
+
+def _one_shot_by_kernels(
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Given,
+    bias: Given,
+    residual: Tensor,
+    norm_weight: Given,
+    normed: Given,
+    out: Given,
+    eps: float,
+    fused: bool,
+) -> list[Tensor]:
+    residual = s.contiguous(residual)
+    terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
+    normed, out = (s.result(residual.shape, x.dtype) if each is None else each for each in (normed, out))
+    operands = normed, out, residual, norm_weight, bias
+    moves = Moves(s, x.dtype) if not fused or copy_engines_send(exchange, s.device, x.itemsize) else None
+    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+        if moves is not None:
+            moves.begin(spans)
+            moves.pack(spans, terms, None, own=True)
+            moves.reduce_norm(spans, *operands, eps=eps)
+        else:
+            with s.lane("push"):
+                launches.pack(s, terms, spans)
+            with s.lane("copy"):
+                launches.reduce_norm(s, *operands, spans, eps)
+            s.add(EndRound(by_kernel=True))
+    if moves is not None:
+        moves.end()
+    return [normed, out]
 
 
 def _product(s: Builder, x: Tensor, w: Tensor, like: Tensor) -> Tensor:

@@ -236,10 +236,8 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
     topology = member.topology
     if name == "unfused":
         return None
-    if op.endswith("_norm") and (member.device.type != "cpu" or name in ("fused", "pipelined")):
-        return "on CPUs alone, and chunked: its kernels for GPUs are not there yet"
-    if op == "matmul_reduce_scatter_norm" and (member.device.type != "cpu" or name == "fused"):
-        return "on CPUs alone, and chunked: its kernels for GPUs are not there yet"
+    if op.endswith("_norm") and name == "pipelined":
+        return "pipelined has no norm"
     if dtype == torch.float64:
         return "float64 has no overlapped algorithm"
     if name == "pipelined":

@@ -78,19 +78,10 @@ def schedule_of(
 def build(
     plan: Plan, memory: CallMemory, name: str, operands: Sequence[Operand], facts: Mapping[str, Hashable]
 ) -> Schedule:
-    algorithm = ALGORITHMS[plan.algorithm]
-    if name == "push_reduce_norm":
-        program: Program = partial(norm_tail.push_reduce_norm, algorithm.push_reduce_gather)
-    elif name == "push_reduce_scatter_norm":
-        program = partial(norm_tail.push_reduce_scatter_norm, algorithm.push_reduce)
-    else:
-        program = getattr(algorithm, name)
-    if name == "push_reduce_gather":
-        program = partial(padded, program)
     assert plan.exchange is not None
     layouts = [_layout(t) if t is None or isinstance(t, Tensor) else list(map(_layout, t)) for t in operands]
     return builder.build(
-        program,
+        program_of(plan.algorithm, name),
         plan.exchange,
         memory.memory_facts(),
         memory.device_facts(),
@@ -99,6 +90,17 @@ def build(
         backend_sums=plan.backend_sums,
         **facts,
     )
+
+
+def program_of(algorithm: str, name: str) -> Program:
+    """A program of an algorithm with a schedule."""
+    module = ALGORITHMS[algorithm]
+    if name == "push_reduce_norm":
+        return partial(norm_tail.push_reduce_norm, module.push_reduce_gather, fused=algorithm == "fused")
+    if name == "push_reduce_scatter_norm":
+        return partial(norm_tail.push_reduce_scatter_norm, module.push_reduce, fused=algorithm == "fused")
+    program: Program = getattr(module, name)
+    return partial(padded, program) if name == "push_reduce_gather" else program
 
 
 def _layout(t: Tensor | None) -> Layout | None:
