@@ -77,6 +77,25 @@ class ExactProblem:
         return torch.randint(-1, 2, tuple(shape), generator=generator, device="cpu")
 
 
+class NormProblem:
+    """An all_reduce with a residual and a norm behind it; ``sums`` is without. Every row of the sum has the root mean
+    square 2, so that normed rows are exact too, with an eps of 0.
+    """
+
+    def __init__(self, program: WholeGroup, size: MatmulSize, num_ranks: int, seed: int = 0) -> None:
+        self.sums = sums = ExactProblem(program, size, num_ranks, seed, bias=True)
+        rows, n = sums.xs[0].shape[-2], size.n
+        signs = 1 - 2 * sums.integers((rows, n), 4, 0).abs()
+        self.out = (signs * torch.tensor([3, 3, 1, 1, 0] * (n // 5) + [2] * (n % 5), device="cpu")).double()
+        self.residual = self.out - sums.results()[0]
+        self.weight = sums.integers((n,), 5, 0) + 2
+
+    @property
+    def results(self) -> list[Tensor]:
+        """(normed, residual_out) of every rank, in float64."""
+        return [self.out / 2 * self.weight, self.out]
+
+
 def difference(result: Tensor, expected: Tensor) -> str | None:
     """Where the values differ, or None."""
     if result.shape != expected.shape:

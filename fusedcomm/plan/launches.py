@@ -191,7 +191,7 @@ def reduce(
     beside: bool = False,
     arrived: bool = False,
 ) -> None:
-    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with residual and bias. This ends the round.
+    """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
     A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
     ``residual``: one addend more, of out's shape, contiguous.

@@ -37,11 +37,7 @@ def _scale(squares, N, eps):
 
 @triton.jit
 def _weights(weight_ptr, columns, mask):
-    if weight_ptr is None:
-        weights = 1.0
-    else:
-        weights = tl.load(weight_ptr + columns, mask).to(tl.float32)
-    return weights
+    return 1.0 if weight_ptr is None else tl.load(weight_ptr + columns, mask).to(tl.float32)
 
 
 @triton.jit

@@ -10,8 +10,10 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.table import OPS
 from fusedcomm.plan.geometry.cut import EVEN as EVEN_PARTS
 from fusedcomm.plan.geometry.cut import Splits, chunk_parts
+from fusedcomm.plan.geometry.exchange import Exchange
 
 Parts = list[tuple[int, int]]
 
@@ -88,6 +90,9 @@ class Case(NamedTuple):
         return Arguments(
             x.contiguous(), [], [], num_ranks, "", splits.hashable if self.splits else EVEN_PARTS, **options
         )
+
+    def exchange(self, args: Arguments) -> Exchange:
+        return OPS[self.op].exchange_of(args)
 
 
 EVEN = [

@@ -16,7 +16,8 @@ from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
 
 OTHER = FINGERPRINT ^ 1
-OF_ONES = {"unpack": 8, "reduce": 16, "reduce and norm": 2, "gather rows": 8, "gather K": 16}  # each element, where 2 ranks send ones
+# Each element, where 2 ranks send ones
+OF_ONES = {"unpack": 8, "reduce": 16, "reduce and norm": 2, "gather rows": 8, "gather K": 16}
 by_kernel = pytest.mark.parametrize("kernel", OF_ONES)
 gathers = pytest.mark.parametrize("kernel", ["gather rows", "gather K"])
 

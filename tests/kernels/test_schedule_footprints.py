@@ -13,6 +13,7 @@ from tests.kernels.conftest import Compiled
 pytestmark = pytest.mark.timeout(900)
 
 LARGEST = ("push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
+LARGEST += ("reduce and norm 8192", "norm 8192")
 
 
 @pytest.mark.nightly

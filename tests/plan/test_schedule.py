@@ -18,7 +18,7 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
-from tests.helpers.plain_cases import IN_ROUNDS as PLAIN
+from tests.helpers import norm_cases, plain_cases
 from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
@@ -49,7 +49,9 @@ FEW_ROWS = [
     Problem("few-rows", (16, 128), 256, scatter_dim=0, op="matmul_reduce_scatter"),
     Problem("no-rows", (0, 8), 8, 1, 0),
     Problem("no-rows", (0, 8), 8, 0, op="all_gather_matmul"),
+    *norm_cases.OTHERS,
 ]
+PLAIN = [*plain_cases.IN_ROUNDS, norm_cases.ONE_SHOT]
 BATCHED = Problem("batched-w", (4, 64, 128), 256, 1, 2, batched=True)
 WAYS: dict[str, tuple[str, Device]] = {
     "chunked": ("chunked", GPU),

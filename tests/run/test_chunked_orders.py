@@ -25,6 +25,7 @@ from fusedcomm.plan.schedule import Schedule, Stream
 from fusedcomm.run import python_executor
 from fusedcomm.run.python_executor import Execution
 from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers.norm_cases import NormCase
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 from tests.helpers.schedule.programs import GPU, operands, schedule
@@ -45,7 +46,9 @@ SCATTER = Problem("rows", (3, 5), 4, scatter_dim=0, op="matmul_reduce_scatter", 
 SUM = Problem("sum", (12, 5), 3, op="matmul_all_reduce", bias=True)
 PARTIAL = Problem("partial bias", (12, 5), 3, op="matmul_all_reduce", bias=True, partial=True)
 WHOLE_ROUNDS = Exchange.rounds
-PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM, PARTIAL]
+ONE_SHOT = NormCase("matmul_all_reduce_norm", (12, 7), splits="one_shot")
+TWO_SHOT = NormCase("matmul_all_reduce_norm", (12, 7), splits="two_shot")
+PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM, PARTIAL, ONE_SHOT, TWO_SHOT]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +73,7 @@ class Run:
 
     def __init__(
         self,
-        problem: Problem | Uneven,
+        problem: Problem | Uneven | NormCase,
         group_size: int = 2,
         dtype: torch.dtype = BF16,
         by_product: bool = False,
@@ -100,7 +103,10 @@ class Run:
         x, ws, biases = self.inputs(workspace.rank, seed)
         given = torch.full_like(x, float("nan"))
         enqueue(lambda: given.copy_(x))
-        inputs = [t for each in operands(self.problem, given, ws, biases) for t in as_list(each)]
+        if isinstance(self.problem, NormCase):
+            inputs = [given, *ws, *biases]
+        else:
+            inputs = [t for each in operands(self.problem, given, ws, biases) for t in as_list(each)]
         outs = self.gpus.call(workspace, steps, inputs, leaves_in)
         kept = [torch.full_like(out, float("nan")) for out in outs]
         for to, source in (*zip(kept, outs, strict=True), *((t, torch.tensor(float("nan"))) for t in (given, *outs))):
@@ -108,6 +114,10 @@ class Run:
         return kept
 
     def inputs(self, rank: int, seed: int) -> tuple[Tensor, list[Any], list[Any]]:
+        if isinstance(self.problem, NormCase):
+            x, *others = self.problem.tensors(rank, self.group_size, self.dtype, seed)
+            assert x is not None
+            return x, others, []
         if isinstance(self.problem, Uneven):
             x, w, bias = self.problem.inputs(self.group_size, seed)[rank]
         else:
@@ -116,6 +126,8 @@ class Run:
 
     def expected(self, seed: int) -> list[list[Tensor]]:
         """The results of every rank."""
+        if isinstance(self.problem, NormCase):
+            return [[t.to(self.dtype) for t in self.problem.problem(self.group_size, seed).results]] * self.group_size
         if isinstance(self.problem, Uneven):
             inputs = self.problem.inputs(self.group_size, seed)
             return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.plan.geometry import exchange
 from fusedcomm.plan.schedule import Launch
-from tests.helpers.problems import Problem
+from tests.helpers.norm_cases import NormCase
 from tests.helpers.schedule.kernel_effects import EFFECTS, Group, KernelCall
 from tests.helpers.schedule.random_orders import Queued
 from tests.run.test_chunked_orders import ROWS, SUM, Run, cut_in
@@ -49,7 +50,7 @@ def compared(queued: Queued, run: Callable[[], object]) -> None:
     assert queued.next_epoch() == epoch + call.ends_round
 
 
-def check(problem: Problem, algorithm: str) -> set[str]:
+def check(problem: Any, algorithm: str) -> set[str]:
     run = Run(problem, 2, num_calls=1, writes_words=False, algorithm=algorithm, least_copied=1 << 62)
     launches = [each for each in run.gpus.queued if isinstance(each.work, Launch)]
     for each in launches:
@@ -59,7 +60,9 @@ def check(problem: Problem, algorithm: str) -> set[str]:
 
 
 def test_kernels_store_and_signal_what_is_said() -> None:
-    seen = check(SUM, "fused"), check(ROWS, "fused"), check(ROWS, "chunked")
+    norms = [NormCase("matmul_all_reduce_norm", (4, 7), splits=each) for each in ("one_shot", "two_shot")]
+    seen = (check(each, "fused") for each in (SUM, ROWS, *norms))
+    seen = *seen, check(ROWS, "chunked")
     assert set().union(*seen) == set(EFFECTS)
 
 

@@ -50,8 +50,8 @@ class KernelCall:
         self.args = signature.bind(*work.arguments, **options).arguments
         self.name, self.num_programs = function.__name__, work.num_programs
         self.group, self.epoch, self.region_of = group, epoch, region_of
-        self.rank, self.layout = self.args["rank"], self.args["LAYOUT"]
-        self.group_size = self.layout.group_size
+        self.rank, self.layout = self.args.get("rank"), self.args.get("LAYOUT")  # no kernel's that waits for nobody
+        self.group_size = len(group.ranks)
         self.ends_round = False
 
     @property
@@ -69,7 +69,7 @@ class KernelCall:
 
     def place(self, name: str) -> Place | None:
         """A tensor among the arguments, or that of a descriptor."""
-        given = self.args[name]
+        given = self.args.get(name)
         return given.place if isinstance(given, Described) else given
 
     def tensor(self, name: str) -> list[Region]:
@@ -199,13 +199,21 @@ def unpack(launch: KernelCall) -> Iterator[Step]:
 def reduce(launch: KernelCall) -> Iterator[Step]:
     (size, start, _), itemsize = launch.args["run"], launch.itemsize("out_ptr")
     yield from launch.wait_all()
-    step = Step(work=Work(copied=(launch.group_size + 1) / 2 * size * itemsize))
+    added, results = launch.tensor("residual_ptr"), [*launch.tensor("out_ptr"), *launch.tensor("normed_ptr")]
+    num_moved = launch.group_size + len(added) + len(results)
+    step = Step(work=Work(copied=num_moved / 2 * size * itemsize), reads=added)
     step.reads += [launch.part(launch.rank, src, size, itemsize) for src in range(launch.group_size)]
-    step.reads += launch.tensor("bias_ptr")
-    for out in launch.tensor("out_ptr"):
+    step.reads += [*launch.tensor("bias_ptr"), *launch.tensor("weight_ptr")]
+    for out in results:
         step.writes.append(Region(out.memory, out.start + start * itemsize, size * itemsize))
     yield step
     yield launch.end_round()
+
+
+def norm(launch: KernelCall) -> Iterator[Step]:
+    step = Step(reads=[*launch.tensor("out_ptr"), *launch.tensor("weight_ptr")], writes=launch.tensor("normed_ptr"))
+    step.work = Work(copied=launch.args["num_rows"] * launch.args["N"] * launch.itemsize("out_ptr"))
+    yield step
 
 
 def begin_push(launch: KernelCall) -> Iterator[Step]:
@@ -235,6 +243,8 @@ EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "gather_matmul_kernel": gather_matmul,
     "unpack_kernel": unpack,
     "reduce_kernel": reduce,
+    "reduce_norm_kernel": reduce,
+    "norm_kernel": norm,
     "begin_push_kernel": begin_push,
     "signal_kernel": signal,
     "wait_source_kernel": wait_source,

@@ -37,6 +37,8 @@ KERNELS = {
     "pack_kernel": Footprint(16, 62, 8),
     "unpack_kernel": Footprint(16, 61, 32),
     "reduce_kernel": Footprint(16, 46, 32),
+    "reduce_norm_kernel": Footprint(16, 109, 64),
+    "norm_kernel": Footprint(16, 59, 64),
     "finish_kernel": Footprint(1, 40, 0),
     "wait_source_kernel": Footprint(1, 22, 0),
     "begin_push_kernel": Footprint(1, 16, 0),

@@ -19,6 +19,7 @@ from fusedcomm.plan.builder import Device, Memory, build, layout_of
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Schedule
+from fusedcomm.run.calls import program_of
 from tests.helpers.plain_cases import Case
 from tests.helpers.problems import GATHERS, Problem
 from tests.helpers.schedule.kernel_effects import Group
@@ -150,17 +151,15 @@ def schedule(
 
 def _plain(case: Case, memory: Memory, device: Device, algorithm: str, dtype: torch.dtype) -> Schedule:
     spec, args = OPS[case.op], case.arguments(memory.rank, memory.group_size, dtype)
-    (x, *others), facts = spec.operands(args)
-    program: Callable[..., Any] = getattr(ALGORITHMS[algorithm], spec.program)
-    if spec.program == "push_reduce_gather":
-        program = partial(padded, program)
-    given = [layout_of(x), *others]
-    return build(program, spec.exchange_of(args), memory, device, given, num_pieces=NUM_PIECES, **facts)
+    given, facts = spec.operands(args)
+    layouts = [layout_of(t) if isinstance(t, Tensor) else t for t in given]
+    program = program_of(algorithm, spec.program)
+    return build(program, case.exchange(args), memory, device, layouts, num_pieces=NUM_PIECES, **facts)
 
 
 def exchange_of(problem: Problem | Uneven | Case, memory: Memory) -> Exchange:
     if isinstance(problem, Case):
-        return OPS[problem.op].exchange_of(problem.arguments(memory.rank, memory.group_size, BF16))
+        return problem.exchange(problem.arguments(memory.rank, memory.group_size, BF16))
     return geometry(problem, memory)[0]
 
 

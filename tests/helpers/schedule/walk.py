@@ -23,6 +23,7 @@ from fusedcomm.plan.schedule import (
     Launch,
     Mark,
     Multiply,
+    Norm,
     Place,
     Post,
     Record,
@@ -199,6 +200,8 @@ class _Call:
                 yield Kind.ELEMENTS, self._touching([to], [to] if method == "div_" else [])
             case Reduce(out, parts, bias):
                 yield Kind.ELEMENTS, self._touching([out], [*parts, bias])
+            case Norm(out, x, weight):
+                yield Kind.ELEMENTS, self._touching([out], [x, weight])
             case Signal(dst_rank):
                 word = Region(self.group.segment(dst_rank), self._flag(own), WORD)
                 yield Kind.STREAM_WRITE, Step(writes=[word], signals=[Flag(group, dst_rank, own, self.epoch)])

@@ -1,0 +1,51 @@
+"""Calls of an all_reduce with a norm behind it, and their exact results."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.exact_problem import NormProblem
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
+from fusedcomm.plan.geometry import norm
+from fusedcomm.plan.geometry.exchange import Exchange
+from tests.helpers.plain_cases import Case
+
+K = 5
+
+
+class NormCase(Case):
+    """``shape``: rows and columns of the sum; ``splits``: one_shot or two_shot."""
+
+    __slots__ = ()
+
+    def exchange(self, args: Arguments) -> Exchange:
+        with mock.patch.object(norm, "goes_at_once", lambda *sizes: self.splits == "one_shot"):
+            return super().exchange(args)
+
+    def problem(self, num_ranks: int, seed: int = 0) -> NormProblem:
+        return NormProblem(PROGRAMS["matmul_all_reduce"], MatmulSize(self.shape[0], K, self.shape[1]), num_ranks, seed)
+
+    def tensors(self, rank: int, num_ranks: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor | None]:
+        """x, w, bias, residual, norm_weight: the operands of the program."""
+        problem = self.problem(num_ranks, seed)
+        x, w, bias = (ts[rank] for ts in (problem.sums.xs, problem.sums.ws, problem.sums.biases))
+        if self.op == "all_reduce_norm":
+            x, w = problem.sums.payloads[rank], None
+        return [None if t is None else t.to(dtype) for t in (x, w, bias, problem.residual, problem.weight)]
+
+    def arguments(self, rank: int, num_ranks: int, dtype: torch.dtype) -> Arguments:
+        *lead, n = self.shape
+        made = {"dtype": dtype, "device": "meta"}
+        w, bias, residual, weight = (torch.empty(shape, **made) for shape in ((K, n), (n,), self.shape, (n,)))
+        x = torch.empty(*lead, K, **made) if "matmul" in self.op else residual
+        ws = [w] if "matmul" in self.op else [None]
+        return Arguments(x, ws, [bias], num_ranks, "", residual=residual, norm_weight=weight, eps=0.0)
+
+
+ONE_SHOT = NormCase("matmul_all_reduce_norm", (256, 192), splits="one_shot")  # in rounds
+TWO_SHOT = NormCase("all_reduce_norm", (757, 191), splits="two_shot")
+OTHERS = [TWO_SHOT, *(NormCase("matmul_all_reduce_norm", (0, 8), splits=way) for way in ("one_shot", "two_shot"))]
