@@ -244,7 +244,7 @@ def reduce_norm(
         wait(s)
         return
     assert span.inner >= span.size and span.size % n == span.start % n == 0
-    block, num_warps = tiles.norm_config(s.device.architecture, n, s.group_size)
+    block, num_warps = tiles.norm_config(s.device.architecture, n, out.itemsize, s.group_size)
     arguments = (
         *map(s.place, (normed, out, residual)),
         _vector(s, bias),
@@ -270,7 +270,7 @@ def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: floa
     if x.numel() == 0:
         return
     n = x.shape[-1]
-    block, num_warps = tiles.norm_config(s.device.architecture, n, 1)
+    block, num_warps = tiles.norm_config(s.device.architecture, n, x.itemsize, 1)
     num_rows, numbers = x.numel() // n, (unit(x.itemsize, n), block, n <= block)
     arguments = s.place(normed), s.place(x), _vector(s, weight), num_rows, n, float(eps), *numbers
     num_programs = _num_programs(s, "copy-out", num_rows, 2)

@@ -180,15 +180,17 @@ def reduce_config(arch: int, group_size: int, has_bias: bool) -> tuple[int, int,
     return (8192 if group_size <= 2 else 4096), 16, (2 if group_size <= (4 if has_bias else 8) else 1)
 
 
-def norm_config(arch: int, n: int, group_size: int) -> tuple[int, int]:
+def norm_config(arch: int, n: int, itemsize: int, group_size: int) -> tuple[int, int]:
     """Elements of a row [n] that a CUDA block norms at a time, and its warps. A row that it holds is read once.
 
-    Eight elements a thread, which are a load of 16 bytes for each rank: there may be fewer rows than SMs. Larger blocks
-    would spill.
+    There may be fewer rows than SMs: so as many warps as take loads of 16 bytes. Larger blocks would spill.
     """
     if arch == INTERPRETER:
         return 64, 4
-    block = _fitting(n, 8192 if n <= 8192 else 4096 if group_size <= 8 else 2048)
+    most = (16 << 10) // itemsize
+    if n > most or group_size > 8:
+        most //= 2 if group_size <= 8 else 4
+    block = _fitting(n, most)
     return block, max(1, min(16, block // 256))
 
 

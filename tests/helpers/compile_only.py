@@ -266,7 +266,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     for n in (1032, 8192, 16384):
         yield f"reduce and norm {n}", partial(reduce_norm, n)
     yield "norm 8192", partial(norm_rows, 8192)
-    yield "reduce and norm fp32", partial(reduce_norm, 8192, torch.float32, 4)
+    yield "reduce and norm fp32", partial(reduce_norm, 4096, torch.float32)
     yield "reduce and norm of 16 ranks", partial(reduce_norm, 16384, group_size=16)
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)

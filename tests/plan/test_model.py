@@ -19,7 +19,7 @@ from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.memory import members
 from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.model import DEFAULTS, Constants
-from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.cut import Cut, Splits, parts_of_sizes
 from fusedcomm.plan.geometry.exchange import Exchange
 
@@ -61,6 +61,7 @@ CALLS: dict[str, Exchange] = {
     "all_gather_matmul": shapes.all_gather_matmul((256, 2048), ((2048, 512),), 0, 4),
     "matmul_reduce_scatter": shapes.matmul_reduce_scatter((1024, 512), (512, 2048), "sum", 0, 4),
     "matmul_all_reduce": shapes.matmul_all_reduce((1024, 512), (512, 2048), "sum", 4),
+    "matmul_all_reduce_norm": norm.one_shot((1024, 2048), 512, 0.0, 4),
 }
 FLOPS = 2 * 1024 * 512 * 2048
 CHUNK = 2 * MIB
@@ -99,13 +100,14 @@ def test_the_own_chunk_of_a_fused_gather_takes_cublas_where_it_has_rows_of_its_o
     assert seconds(rows, copies)["fused"] == close(0) and seconds(k, copies)["fused"] == close(CHUNK / 1e9)
 
 
-SENT = {"matmul_all_reduce": 6}  # chunks that a rank sends; 3 of the others
+SENT = {"matmul_all_reduce": 6, "matmul_all_reduce_norm": 6}  # chunks that a rank sends; 3 of the others
 COPIES = {  # how often unfused copies all 4 chunks, before and after the collective
     "matmul_all_to_all": 1,  # rows are gathered: nothing to unpack
     "all_to_all_matmul": 1,  # rows are scattered: nothing to pack
     "all_gather_matmul": 0,
     "matmul_reduce_scatter": 0,
     "matmul_all_reduce": 1,
+    "matmul_all_reduce_norm": 1,
 }
 
 
@@ -178,6 +180,13 @@ def test_what_arrives_is_copied_out_or_added() -> None:
     assert seconds("matmul_all_reduce", slow)["chunked"] == close(reduced + 4)
     linked = replace(GPU, link_latency=1.0)
     assert seconds("matmul_all_reduce", linked)["chunked"] == close(3 + 3)
+
+
+def test_whole_terms_go_to_all() -> None:
+    gpu = replace(GPU, link_bandwidth=4 * CHUNK, store_bandwidth=2 * CHUNK)
+    assert seconds("matmul_all_reduce_norm", gpu) == {"unfused": close(0), "chunked": close(3), "fused": close(6)}
+    summed = seconds("matmul_all_reduce_norm", replace(GPU, unpack_bandwidth=CHUNK))
+    assert summed["chunked"] == summed["fused"] == close(5 / 2 * 4 / model.SUMMED["cuda"])
 
 
 def test_overheads_are_per_call_and_per_chunk() -> None:

@@ -29,7 +29,7 @@ from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.plan import planner
 from fusedcomm.plan.cost import model
 from fusedcomm.plan.cost.links import INTER, Reach
-from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 
@@ -45,6 +45,8 @@ DECODED = shapes.matmul_all_reduce((16, 512), (512, 1 << 20), "sum", 2)  # 16 Mi
 LARGE = shapes.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32 MiB
 WIDE = shapes.matmul_all_to_all((16384, 8192), (8192, 8192), None, 0, 1, 2)  # 128 MiB, usual matmul of 1.4 ms
 UNEVEN = shapes.matmul_all_to_all((16384, 512), (512, 2051), None, 0, 1, 2, Splits(gather_size=32767, rank=0))
+ONE_SHOT = norm.one_shot((1024, 4096), 512, 1e-6, 2)
+TWO_SHOT = norm.two_shot((16384, 4096), (4096, 4096), 1e-6, 2)
 HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
 
@@ -62,6 +64,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NO_PEERS = replace(ABLE, no_workspace="rank 1 is on another host than rank 0")
+ACROSS = replace(NO_PEERS, backend="nccl", across=Reach(INTER, 2, 1, 1))
 TF32 = replace(ABLE, tf32=True)
 NO_TRITON = replace(ABLE, no_workspace="rank 0: Triton is not installed")
 
@@ -108,6 +111,10 @@ ESTIMATED = "estimated "
         ("matmul_all_reduce", DECODED, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("all_to_all_matmul", GATHERED_K, BF16, member(), False, "fused", ESTIMATED),
         ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, "fused", ESTIMATED),
+        ("matmul_all_reduce_norm", ONE_SHOT, BF16, member(), True, "fused", ESTIMATED),
+        ("matmul_all_reduce_norm", TWO_SHOT, BF16, member(), False, "chunked", ESTIMATED),
+        ("all_reduce_norm", TWO_SHOT, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        ("all_reduce_norm", TWO_SHOT, BF16, member(verdict=ACROSS), False, "unfused", "rank 1 is on another host"),
     ],
 )
 def test_each_rule(
@@ -149,7 +156,6 @@ def test_parts_of_different_sizes_are_not_fused(capturing: list[bool]) -> None:
             planner.plan(OP, UNEVEN, BF16, member(device))
 
 
-ACROSS = replace(NO_PEERS, backend="nccl", across=Reach(INTER, 2, 1, 1))
 NO_NVLINK = replace(NO_TRITON, backend="nccl")
 ON_MPI = replace(ACROSS, backend="mpi")
 

@@ -19,7 +19,8 @@ all ranks find the same. Rounds beyond the first, and ranks that compete for one
                 takes the own chunk; along K only the last wave of tiles has all chunks. Runs too short for copy engines
                 are packed in front of it
     pipelined   `in_pieces`
-    reduce      (R + 1) / 2 copies in place of the copy-out; an all_reduce then sends the sum to R - 1 peers
+    reduce      (R + 1) / 2 copies in place of the copy-out; an all_reduce then sends the sum to R - 1 peers, but where
+                whole terms go to all (few rows with a norm behind), which is matmul + sends + reduce
     host        seconds to issue a call, and each of its chunks: on a CPU they come on top, a GPU works beside
 """
 
@@ -311,7 +312,8 @@ class TimedCall:
         self.ns = [shape[-1] for shape in exchange.out_shapes]  # of each w
         if not exchange.gathers:
             self.ns = [math.prod(exchange.shape[exchange.num_lead :])]
-        if exchange.is_plain:
+        self.to_all = exchange.gathers and self.kind == "all_reduce"  # whole terms, which every rank adds up
+        if exchange.is_plain or (self.to_all and exchange.k == 0):
             self.ns = []
         self.at_once = exchange.few_rows or exchange.is_plain  # one matmul for all chunks, or none
         self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
@@ -321,11 +323,15 @@ class TimedCall:
 
     def unfused(self) -> float:
         constants = self.constants
-        exchange = constants.collective(self.kind, self.chunk_bytes, self.num_ranks)
-        exchange += self._num_layout_copies() * constants.copy(self.all_bytes)
+        payload = self.chunk_bytes if self.to_all else self.all_bytes
+        exchange = constants.collective(self.kind, payload / self.num_ranks, self.num_ranks)
+        exchange += self._num_layout_copies() * constants.copy(payload)
         return self._issued("unfused", self.matmul() + exchange)
 
     def chunked(self) -> float:
+        if self.to_all:
+            sends = self.constants.signal_latency + (self.num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
+            return self._issued("chunked", self._sum_of_all(sends), self.num_ranks)
         num_chunks = self.num_ranks * (2 if self.kind == "all_reduce" else self.pieces)
         if self.exchange.gathers:
             return self._issued("chunked", self._chunked_gather(), num_chunks)
@@ -335,6 +341,9 @@ class TimedCall:
 
     def fused(self) -> float:
         constants, sent = self.constants, (self.num_ranks - 1) * self.chunk_bytes
+        if self.to_all:
+            pack = constants.copy_overhead + constants.link_latency + sent / constants.store_bandwidth
+            return self._issued("fused", self._sum_of_all(pack))
         if not self.exchange.gathers:
             matmul = max(self.chunk_matmul(self.num_ranks, fused=True), sent / constants.store_bandwidth)
             again = constants.copy_overhead + constants.link_latency + sent / constants.store_bandwidth
@@ -344,6 +353,9 @@ class TimedCall:
         if self.exchange.is_plain:
             device += constants.unpack(self.all_bytes)
         return self._issued("fused", device, by_copy * _COPIED * self.num_ranks)
+
+    def _sum_of_all(self, sends: float) -> float:
+        return self.matmul() + sends + self.constants.reduce(self.chunk_bytes, self.num_ranks)
 
     def _issued(self, algorithm: str, device: float, num_chunks: float = 0.0) -> float:
         """The call's seconds, of those that the device takes and those that its host takes to issue it.
@@ -396,7 +408,8 @@ class TimedCall:
         return reduced if self.kind == "reduce_scatter" else reduced + again + self.constants.unpack(self.all_bytes)
 
     def matmul(self, pieces: int = 1, fused: bool = False) -> float:
-        sizes = (self.exchange.num_batches, self.exchange.num_rows / pieces, self.exchange.k)
+        rows = self.exchange.num_rows / pieces / (self.num_ranks if self.to_all else 1)
+        sizes = (self.exchange.num_batches, rows, self.exchange.k)
         return sum(self.constants.matmul(self.dtype, *sizes, n, fused) for n in self.ns)
 
     def chunk_matmul(self, num_chunks: int = 1, pieces: int = 1, fused: bool = False) -> float:
