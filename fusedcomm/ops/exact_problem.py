@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
+from fusedcomm.plan.geometry import norm
 from fusedcomm.plan.geometry.cut import EVEN, Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 
@@ -83,12 +86,25 @@ class NormProblem:
     """
 
     def __init__(self, program: WholeGroup, size: MatmulSize, num_ranks: int, seed: int = 0) -> None:
+        self.program, self.num_ranks = program, num_ranks
         self.sums = sums = ExactProblem(program, size, num_ranks, seed, bias=True)
         rows, n = sums.xs[0].shape[-2], size.n
         signs = 1 - 2 * sums.integers((rows, n), 4, 0).abs()
         self.out = (signs * torch.tensor([3, 3, 1, 1, 0] * (n // 5) + [2] * (n % 5), device="cpu")).double()
         self.residual = self.out - sums.results()[0]
         self.weight = sums.integers((n,), 5, 0) + 2
+
+    def exchange(self, rank: int) -> Exchange:
+        """The geometry of a call that sends all to all."""
+        return norm.one_shot(tuple(self.out.shape), self.sums.xs[0].shape[-1], 0.0, self.num_ranks)
+
+    def calls(self, rank: int) -> Iterator[tuple[str, list[Tensor | None], Exchange]]:
+        """Calls of each op, each way: (op, [x, w, bias, residual, norm_weight], geometry)."""
+        x, w, payload = self.sums.xs[rank], self.sums.ws[rank], self.sums.payloads[rank]
+        for op, terms, weight in (("matmul_all_reduce_norm", x, w), ("all_reduce_norm", payload, None)):
+            shape = None if weight is None else weight.shape
+            for exchange in (self.exchange(rank), norm.two_shot(terms.shape, shape, 0.0, self.num_ranks)):
+                yield op, [terms, weight, self.sums.biases[rank], self.residual, self.weight], exchange
 
     @property
     def results(self) -> list[Tensor]:

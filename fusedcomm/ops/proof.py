@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,20 +33,21 @@ from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.segment import FINGERPRINT
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.ops.exact_problem import ExactProblem, difference
+from fusedcomm.ops.exact_problem import ExactProblem, NormProblem, difference
 from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
-from fusedcomm.plan.cost.model import KINDS
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.planner import kind_of_proof
 from fusedcomm.run import calls
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
+Problem = ExactProblem | NormProblem
 _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
 
@@ -58,7 +59,7 @@ def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> b
     """
     if plan.algorithm == "unfused" or plan.reason == planner.FORCED or not ours.topology.prove:
         return False
-    return ours.outcomes.get(ours.topology.name_of_proof(KINDS[plan.op], plan.algorithm, dtype, uneven)) != ""
+    return ours.outcomes.get(ours.topology.name_of_proof(kind_of_proof(plan.op), plan.algorithm, dtype, uneven)) != ""
 
 
 @outside_modes()
@@ -74,14 +75,16 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
         )
     by_kernels = ours.device.type == "cuda" and ours.topology.no_fused is None and not uneven
     for each in ("pipelined",) if algorithm == "pipelined" else ("chunked", "fused")[: 1 + by_kernels]:
-        name = ours.topology.name_of_proof(KINDS[op], each, dtype, uneven)
+        kind = kind_of_proof(op)
+        name = ours.topology.name_of_proof(kind, each, dtype, uneven)
         if name not in ours.outcomes:
-            ours.outcomes[name] = _outcome(KINDS[op], each, dtype, ours, uneven)
+            ours.outcomes[name] = _outcome(kind, each, dtype, ours, uneven)
 
 
 def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
-    programs = [each for each in PROGRAMS.values() if each.kind == kind]
-    problems = [_problem(each, size, ours.group_size, uneven) for each in programs for size in SIZES]
+    programs = [each for each in PROGRAMS.values() if each.kind == kind.removesuffix("_norm")]
+    by_norm = kind.endswith("_norm")
+    problems = [_problem(each, size, ours.group_size, uneven, by_norm) for each in programs for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
     wrong = ""
     try:
@@ -106,22 +109,22 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
         own.close()
 
 
-def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool) -> ExactProblem:
+def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool, by_norm: bool) -> Problem:
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
+    if by_norm:
+        return NormProblem(program, size, num_ranks)
     return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
 
 
-def _slot_bytes(problem: ExactProblem, dtype: torch.dtype) -> int:
+def _slot_bytes(problem: Problem, dtype: torch.dtype) -> int:
     """Slot size for NUM_ROUNDS rounds of the problem."""
     exchange = problem.exchange(0).for_all
     num_rows = math.prod(exchange.block[: exchange.num_lead])
     return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
 
 
-def _try(
-    results: Callable[[], list[tuple[ExactProblem, list[Tensor]]]], rank: int, dtype: torch.dtype
-) -> tuple[int, str]:
+def _try(results: Callable[[], list[tuple[Problem, list[Tensor]]]], rank: int, dtype: torch.dtype) -> tuple[int, str]:
     """Run problems. Returns (cause, failure on this rank or ""). No exception of an algorithm may end the proof."""
     try:
         for problem, result in results():
@@ -140,15 +143,15 @@ def _try(
 
 
 def _by_workspace(
-    own: Member, algorithm: str, problems: list[ExactProblem], dtype: torch.dtype
-) -> list[tuple[ExactProblem, list[Tensor]]]:
+    own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
+) -> list[tuple[Problem, list[Tensor]]]:
     """This rank's results of the problems."""
     workspace = own.workspace
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
     workspace.arm()
 
-    def result(problem: ExactProblem) -> tuple[ExactProblem, list[Tensor]]:
+    def result(problem: Problem) -> tuple[Problem, list[Tensor]]:
         return problem, _run(problem, workspace, dtype, plan)
 
     def plan(op: str, exchange: Exchange) -> Plan:
@@ -164,9 +167,7 @@ def _by_workspace(
     return results
 
 
-def _by_group(
-    ours: Member, problems: list[ExactProblem], dtype: torch.dtype
-) -> list[tuple[ExactProblem, list[Tensor]]]:
+def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> list[tuple[Problem, list[Tensor]]]:
     """Likewise, by the group's own collectives."""
 
     def plan(op: str, exchange: Exchange) -> Plan:
@@ -184,9 +185,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _run(
-    problem: ExactProblem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
+    problem: Problem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
 ) -> list[Tensor]:
     """The results of one rank: the op's, of a gather the exchanged x, and the collective's alone."""
+    if isinstance(problem, NormProblem):
+        return [t for call in problem.calls(memory.rank) for t in _run_norm(*call, memory, dtype, plan)]
     program, rank, group = problem.program, memory.rank, (problem.num_ranks, memory.group_name)
     tensors = problem.xs, problem.ws, problem.biases, problem.payloads
     x, w, bias, payload = (ts[rank].to(memory.device, dtype) for ts in tensors)
@@ -204,7 +207,21 @@ def _run(
     return found
 
 
-def _expected(problem: ExactProblem, rank: int) -> list[Tensor]:
+def _run_norm(
+    op: str,
+    tensors: Sequence[Tensor | None],
+    exchange: Exchange,
+    memory: CallMemory,
+    dtype: torch.dtype,
+    plan: Callable[[str, Exchange], Plan],
+) -> list[Tensor]:
+    operands = [None if t is None else t.to(memory.device, dtype) for t in tensors]
+    return calls.run(plan(op, exchange), memory, OPS[op].program, operands, {"eps": 0.0}).returned
+
+
+def _expected(problem: Problem, rank: int) -> list[Tensor]:
+    if isinstance(problem, NormProblem):
+        return problem.results * len([*problem.calls(rank)])
     alone = problem.program.exchanged(problem.payloads)[rank]
     return [problem.results()[rank], *[alone] * (1 + problem.program.gathers)]
 

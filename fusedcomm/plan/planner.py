@@ -126,11 +126,16 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
     return Plan(op, "unfused", f"{reason}; {why}")
 
 
+def kind_of_proof(op: str) -> str:
+    """The op's kind of collective; with a norm behind it, it has kernels of its own."""
+    return KINDS[op] + "_norm" * op.endswith("_norm")
+
+
 def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
     """The failure of the algorithm's proof, empty if it was right, and None before it."""
     if not member.topology.prove:
         return None
-    name = member.topology.name_of_proof(KINDS[op], algorithm, dtype, exchange.cut is not None)
+    name = member.topology.name_of_proof(kind_of_proof(op), algorithm, dtype, exchange.cut is not None)
     return member.outcomes.get(name)
 
 

@@ -24,7 +24,7 @@ from fusedcomm.memory import topology
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
-from fusedcomm.ops.whole_group import PROGRAMS
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.run import calls
@@ -276,6 +276,22 @@ def test_other_kinds_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
             "all_to_all chunked float32": True,
             "all_to_all chunked bfloat16": False,
         }
+
+
+@on_ranks(2)
+def test_a_norm_has_a_proof_of_its_own(rank: int, tmp_path: Path) -> None:
+    """Of both ways: one is wrong. So are Triton's kernels, which are right."""
+    y = torch.full((8, 4096), 2.0)
+    with proving(tmp_path, partial(wrong_where, lambda exchange, _: exchange.gathers)) as (group, made):
+        for _ in range(2):
+            assert (fusedcomm.all_reduce(y, group) == 4).all()
+            normed, out = fusedcomm.all_reduce_norm(y, y, None, group, eps=0.0)
+            assert (normed == 1).all() and (out == 6).all()
+        assert made == ["all_reduce chunked", "all_reduce_norm chunked"]
+        ours = member_of(group)
+        assert [*map(bool, ours.outcomes.values())] == [False, True]
+        with mock.patch.object(proof, "SIZES", [MatmulSize(7, 5, 9)]):
+            assert proof._outcome("all_reduce_norm", "fused", torch.bfloat16, ours, False) == ""
 
 
 @on_ranks(2)
