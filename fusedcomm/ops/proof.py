@@ -109,7 +109,7 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
         own.close()
 
 
-def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool, by_norm: bool) -> Problem:
+def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool, by_norm: bool = False) -> Problem:
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
     if by_norm:
