@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tests.faults import prepared_calls
+from tests.faults.known_calls import NORM
 from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, STOPPING
 from tests.helpers.problems import OPS
 
@@ -86,7 +87,8 @@ class Cell:
             return False
         if self.op == "matmul_all_reduce":  # the second round is still to come
             return self.step != "launch-unpack"
-        return self.step not in ("wait", "read", "end", "launch-reduce", "launch-unpack", "launch-gather_matmul")
+        receives = (f"launch-{each}" for each in ("reduce", "reduce_norm", "unpack", "gather_matmul"))
+        return self.step not in ("wait", "read", "end", *receives)
 
 
 def _chunked(op: str) -> Iterator[tuple[str, str]]:
@@ -137,11 +139,15 @@ _PAIRS = (
     ("pipelined", _by_group, False),
     ("chunked", prepared_calls.faults_and_steps, True),
 )
-CELLS = tuple(
-    Cell(algorithm, op, fault, step, prepared)
-    for algorithm, pairs, prepared in _PAIRS
-    for op in OPS
-    for fault, step in pairs(op)
+_NORMED = {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")}
+CELLS = (
+    *(
+        Cell(algorithm, op, fault, step, prepared)
+        for algorithm, pairs, prepared in _PAIRS
+        for op in OPS
+        for fault, step in pairs(op)
+    ),
+    *(Cell(algorithm, NORM, fault, step) for algorithm in _NORMED for step in _NORMED[algorithm] for fault in STOPPING),
 )
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import fusedcomm
 from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import NUM_SLOTS
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops.exact_problem import difference
+from fusedcomm.ops.exact_problem import NormProblem, difference
+from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from tests.helpers.problems import Problem, expected, integers
 
 SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults, so that growth is cheap and guards are quickly checked
@@ -25,6 +27,7 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_reduce_scatter": (None, 0),
     "matmul_all_reduce": (None, None),
 }
+NORM = "matmul_all_reduce_norm"
 RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
 BAND = 64  # elements
@@ -45,15 +48,26 @@ class KnownCall:
         rows, k, n = self.size
         return Problem("known", (rows, k), n, *DIMS[self.op], op=self.op)
 
+    @property
+    def norm(self) -> NormProblem:
+        return NormProblem(PROGRAMS["matmul_all_reduce"], MatmulSize(*self.size), self.group_size, self.seed)
+
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+        if self.op == NORM:
+            return self.norm.sums.xs[rank].to(self.dtype), self.norm.sums.ws[rank].to(self.dtype)
         x, w, _ = integers(self.problem, rank, self.group_size, self.dtype, self.seed)
         return x, w
 
     def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+        if self.op == NORM:
+            given = (t.to(self.dtype) for t in (self.norm.residual + self.norm.sums.biases[0], self.norm.weight))
+            return torch.stack(fusedcomm.matmul_all_reduce_norm(x, w, *given, group, eps=0.0))
         return self.problem.call((x, w, None), group)
 
     def wrong(self, result: Tensor, rank: int) -> str | None:
         """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""
+        if self.op == NORM:
+            return difference(result, torch.stack(self.norm.results).to(self.dtype))
         return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])
 
 

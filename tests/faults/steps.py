@@ -52,6 +52,7 @@ FUSED = {
             ("pack", "copy", "pack_kernel"),
             ("gather_matmul", "gather_matmul", "gather_matmul_kernel"),
             ("reduce", "reduce", "reduce_kernel"),
+            ("reduce_norm", "reduce_norm", "reduce_norm_kernel"),
             ("unpack", "copy", "unpack_kernel"),
         )
     },
