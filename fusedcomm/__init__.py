@@ -37,7 +37,7 @@ from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.run.device_to_host import DeviceToHost
 
 if TYPE_CHECKING:
-    from fusedcomm import nn, parallel
+    from fusedcomm import inference, nn, parallel
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -57,6 +57,7 @@ __all__ = [
     "close",
     "explain",
     "force_algorithm",
+    "inference",
     "matmul_all_reduce",
     "matmul_all_reduce_norm",
     "matmul_all_to_all",
@@ -73,7 +74,7 @@ __all__ = [
     "synchronize",
 ]
 
-_LATE = {"nn": "fusedcomm.nn", "parallel": "fusedcomm.parallel"}  # DTensors take a second to import
+_LATE = {name: f"fusedcomm.{name}" for name in ("inference", "nn", "parallel")}  # DTensors take a second to import
 
 import_hooks.install()
 

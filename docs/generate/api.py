@@ -19,6 +19,7 @@ MODULES = (
     "fusedcomm",
     "fusedcomm.parallel",
     "fusedcomm.nn",
+    "fusedcomm.inference",
     "fusedcomm.compile",
     "fusedcomm.compile.overlap",
     "fusedcomm.symm_mem",

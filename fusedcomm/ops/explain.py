@@ -13,7 +13,7 @@ from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.splits import splits_of
-from fusedcomm.ops.table import OPS
+from fusedcomm.ops.table import OPS, OpSpec
 from fusedcomm.plan.call_plan import Plan
 
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias", "residual", "norm_weight", "eps")
@@ -46,6 +46,17 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
         plan = fusedcomm.explain("matmul_all_reduce", x, w)
         assert plan.algorithm in ("unfused", "chunked", "fused", "pipelined") and plan.reason
     """
+    spec, given = arguments_of(op, *args, **kwargs)
+    exchange, device = spec.exchange_of(given), given.x.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan, ours = prepare(op, exchange, given.x.dtype, device, given.group_name)
+    kept = [] if ours is None else [*ours.plans.values()]
+    return next((each for each in kept if each == plan and each.exchange == exchange), plan)
+
+
+def arguments_of(op: str, *args: Any, **kwargs: Any) -> tuple[OpSpec, Arguments]:
+    """The op, and the arguments of ``fusedcomm.<op>(*args, **kwargs)``, whose types are checked."""
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     spec, bound = OPS[op], inspect.signature(OPS[op].function).bind(*args, **kwargs)
@@ -63,10 +74,4 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     gather_splits, gather_size, scatter_splits, scatter_ranges = (named.get(name) for name in _SPLITS)
     splits = splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, False, group_name).hashable
     options["reduce_op"] = reduce_op_name(named.get("reduce_op", "sum"))
-    exchange = spec.exchange_of(Arguments(x, ws, biases, group_size, group_name, splits, **options))
-    device = x.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan, ours = prepare(op, exchange, x.dtype, device, group_name)
-    kept = [] if ours is None else [*ours.plans.values()]
-    return next((each for each in kept if each == plan and each.exchange == exchange), plan)
+    return spec, Arguments(x, ws, biases, group_size, group_name, splits, **options)
