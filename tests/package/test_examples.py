@@ -52,6 +52,17 @@ def test_example(name: str) -> None:
     assert "runs unfused" not in result.stderr, result.stderr  # it runs chunked, without a fallback
 
 
+@pytest.mark.thorough
+def test_decode_loop() -> None:
+    """It compares its tokens itself."""
+    result = torchrun("decode_loop", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    *tokens, last = result.stdout.strip().splitlines()
+    assert last == "decode_loop: the tokens on 2 ranks equal those of a single process"
+    assert len({each.partition(":")[2] for each in tokens}) > 4
+    assert "runs unfused" not in result.stderr, result.stderr
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
 def test_train_tp(options: tuple[str, ...], tmp_path: Path) -> None:
