@@ -1,4 +1,5 @@
-"""The common part of the benches in this folder: options, ratios within rounds, goals, and the run from ranks to JSON.
+"""The common part of the benches in this folder: options, ratios within rounds, goals, the time of a small call, and
+the run from ranks to a table and JSON.
 
 On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
 fusedcomm's ops ask for huge pages for their results: part of the speed-up is page faults saved, and an op can be faster
@@ -9,21 +10,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.bench import trace
+from fusedcomm.bench.measure import DTYPES
+from fusedcomm.bench.table import report
+from fusedcomm.bench.timing import METHOD, Timing, ValuesDiffer, measure, repeated
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.machine import cpu_name
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOST_CALLS, MEASURED_BYTES = 64, 8 << 20  # back to back: ranks leave a barrier further apart than small calls take
 DTYPE_COLUMN = Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True)
 
 
@@ -71,8 +76,28 @@ def ms(seconds: float, digits: int = 1) -> str:
     return f"{seconds * 1e3:.{digits}f}"
 
 
+def us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
+
+
+def times_of_one(
+    calls: Mapping[str, Callable[[], Any]], num_bytes: int, device: torch.device, rounds: int
+) -> dict[str, Timing]:
+    """The times of one of many calls back to back, the fewer the more bytes each takes."""
+    repeat = max(1, min(MOST_CALLS, MEASURED_BYTES // num_bytes))
+    timed = {name: partial(repeated, call, repeat) for name, call in calls.items()}
+    return {name: _of_one(t, repeat) for name, t in measure(timed, device, rounds=rounds, warmup=2).items()}
+
+
+def _of_one(timing: Timing, repeat: int) -> Timing:
+    quantiles = {name: getattr(timing, name) / repeat for name in ("median", "p10", "p90", "p99")}
+    return replace(timing, **quantiles)
+
+
 @contextlib.contextmanager
-def tabulated(columns: Sequence[Column], rows: list[Any], total: int) -> Iterator[Callable[[Any], None]]:
+def tabulated(
+    columns: Sequence[Column], rows: list[Any], total: int, title: str = ""
+) -> Iterator[Callable[[Any], None]]:
     """Print ``rows`` at the end, those before a failure too. Yields a function that adds a row, up to ``total``."""
     with console.progress(world.is_rank_0(), total, "measuring", "measured") as on_done:
 
@@ -84,7 +109,15 @@ def tabulated(columns: Sequence[Column], rows: list[Any], total: int) -> Iterato
             yield add
         finally:
             if rows:
-                console.show(Table(columns, rows))
+                console.show(Table(columns, rows, title, "--json has them"))
+
+
+def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("float32",), rounds: int = 15) -> None:
+    said = f"default: {' '.join(dtypes)}"
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(dtypes), help=said)
+    parser.add_argument("--rounds", "-n", type=console.positive, default=rounds, help=f"of each (default: {rounds})")
+    console.add_rank_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
 
 
 def parse(argv: Sequence[str] | None, sizes: type, rounds: int) -> argparse.Namespace:
@@ -92,12 +125,10 @@ def parse(argv: Sequence[str] | None, sizes: type, rounds: int) -> argparse.Name
     parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
     for field in fields(sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add_arguments(parser, ("float32", "bfloat16"), rounds)
     parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as fusedcomm does; on CPU")
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
-    if args.huge_pages and world.default_device_type() == "cuda":
+    if args.huge_pages and (args.device or world.default_device_type()) == "cuda":
         parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
     if args.huge_pages and world.under_torchrun() and not world.torch_asks_for_huge_pages():
         parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")
@@ -112,41 +143,58 @@ def run(
     columns: Sequence[Column],
     goals_of: Callable[[Any], list[Goal]],
 ) -> int:
-    """A row for each dtype by ``measure(rank, sizes, dtype, device_type, rounds)`` in all ranks; a table and JSON."""
-    device_type = world.default_device_type()
+    """A row for each dtype, its goals, and in what pages."""
+    huge_pages = args.huge_pages or world.torch_asks_for_huge_pages()
+    if world.is_rank_0():
+        print(args.sizes, _pages(huge_pages), sep="\n", flush=True)
+
+    def end(rows: list[Any]) -> dict[str, Any]:
+        goals = [goal for row in rows for goal in goals_of(row)]
+        print(*goals, sep="\n")
+        facts = {"bench": name, "sizes": asdict(args.sizes), "huge_pages": huge_pages}
+        return facts | {"goals": [asdict(goal) for goal in goals]}
+
+    env = world.HUGE_PAGES if args.huge_pages else {}
+    return run_cases(name, args, measure, [(args.sizes, dtype) for dtype in args.dtype], columns, end, env)
+
+
+def run_cases(
+    name: str,
+    args: argparse.Namespace,
+    measure: Callable[..., Any],
+    cases: Sequence[Sequence[Any]],
+    columns: Sequence[Column],
+    end: Callable[[list[Any]], dict[str, Any]] = lambda rows: {},
+    env: Mapping[str, str] = trace.QUIET,
+) -> int:
+    """A row for each case by ``measure(rank, *case, device_type, rounds)`` in all ranks; a table and JSON.
+
+    ``end`` gets the rows, and gives more facts. Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong
+    arguments.
+    """
+    device_type = args.device or world.default_device_type()
+    world_size = world.world_size_of(args.world_size, device_type)
+    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+        return console.fail(name, problem, code=2)
     rows: list[Any] = []
-    env = world.HUGE_PAGES if args.huge_pages else None
+    processor = torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
     try:
-        with world.ranks(device_type, world.default_world_size(device_type), 3600, env) as call:
-            huge_pages = call(_has_huge_pages)
-            if world.is_rank_0():
-                print(args.sizes, *([_pages(huge_pages)] if device_type == "cpu" else []), sep="\n", flush=True)
-            with tabulated(columns, rows, len(args.dtype)) as add:
-                for dtype in args.dtype:
-                    row = call(measure, args.sizes, dtype, device_type, args.rounds)
-                    if row is not None:
-                        add(row)
+        with (
+            world.ranks(device_type, world_size, 3600, env) as call,
+            tabulated(columns, rows, len(cases), f"{world_size} ranks, {processor}") as add,
+        ):
+            for case in cases:
+                if (row := call(measure, *case, device_type, args.rounds)) is not None:
+                    add(row)
     except (ValuesDiffer, RankError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    if not rows:  # torchrun's other ranks
-        return 0
-    goals = [goal for row in rows for goal in goals_of(row)]
-    print(*goals, sep="\n")
-    if args.json:
-        facts = {"bench": name, "sizes": asdict(args.sizes), "rounds": args.rounds, "huge_pages": huge_pages}
-        console.write_json(args.json, run_facts() | facts | {"rows": _listed(rows), "goals": _listed(goals)})
+        return console.fail(name, world.message(error))
+    if rows:  # not in torchrun's other ranks
+        facts = {"timing": METHOD, "rounds": args.rounds} | end(rows)
+        if args.json:
+            console.write_json(args.json, run_facts() | facts | {"rows": [report(row) for row in rows]})
     return 0
-
-
-def _listed(every: Sequence[Any]) -> list[dict[str, Any]]:
-    return [asdict(each) for each in every]
-
-
-def _has_huge_pages(rank: int) -> bool:
-    return world.torch_asks_for_huge_pages()
 
 
 def _pages(huge_pages: bool) -> str:
     setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
-    return f"pages: {setting} (transparent_hugepage: {world.system_huge_pages()})"
+    return f"pages of CPUs: {setting} (transparent_hugepage: {world.system_huge_pages()})"

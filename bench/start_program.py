@@ -33,7 +33,8 @@ from torch import Tensor
 import fusedcomm
 import fusedcomm.compile
 from fusedcomm.bench import baselines, common
-from fusedcomm.bench.common import DTYPE_COLUMN, DTYPES, Goal, Ratio, at_least, ms
+from fusedcomm.bench.common import DTYPE_COLUMN, Goal, Ratio, at_least, ms
+from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch import world

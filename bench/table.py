@@ -1,8 +1,7 @@
-"""Rows of `fusedcomm bench` as a table, a summary, CSV and JSON. The columns are explained in docs/benchmark.md."""
+"""Rows of `fusedcomm bench` as a table, a summary and JSON. The columns are explained in docs/benchmark.md."""
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections.abc import Sequence
@@ -10,10 +9,9 @@ from dataclasses import asdict
 from typing import Any
 
 from fusedcomm.bench.measure import OpRow
-from fusedcomm.bench.timing import Timing
 from fusedcomm.launch.console import Column, Table
 
-OTHERS = "--json and --csv have them"
+OTHERS = "--json has them"
 LOCAL_MATMUL = "the local matmul is [rows, K] @ [K, N]; with batches, rows is batches x rows of each"
 PASS = "forward, backward alone, or both; a backward has two matmuls"
 ALGORITHM = "asked for; behind the colon the one that ran, if that differs"
@@ -124,30 +122,10 @@ def summary_table(lines: Sequence[dict[str, Any]]) -> Table:
     return Table(SUMMARY_COLUMNS, lines, has_legend=False)
 
 
-def report(row: OpRow) -> dict[str, Any]:
+def report(row: Any) -> dict[str, Any]:
     """Every field and every derived figure of a row."""
     derived = {name: getattr(row, name) for name in vars(type(row)) if isinstance(vars(type(row))[name], property)}
     return asdict(row) | derived
-
-
-def write_csv(file: str, rows: Sequence[OpRow]) -> None:
-    """Write a line per row. A time takes the columns <name>_median, <name>_p10 and so on, in seconds."""
-    lines = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    with open(file, "w", newline="") as opened:
-        writer = csv.DictWriter(opened, names)
-        writer.writeheader()
-        writer.writerows(lines)
-
-
-def _flat(row: OpRow) -> dict[str, Any]:
-    line: dict[str, Any] = {}
-    for name, value in report(row).items():
-        if isinstance(getattr(row, name), Timing):
-            line |= {f"{name}_{which}": seconds for which, seconds in value.items()}
-        else:
-            line[name] = value
-    return line
 
 
 def _geometric_mean(ratios: Sequence[float]) -> float:

@@ -31,7 +31,8 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.bench import baselines, common
-from fusedcomm.bench.common import DTYPE_COLUMN, DTYPES, Goal, at_least, draws, ms
+from fusedcomm.bench.common import DTYPE_COLUMN, Goal, at_least, draws, ms
+from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.rank_barrier import met, rank_barrier
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.launch import world

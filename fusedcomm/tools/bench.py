@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import bench_plain, overhead, table, trace
+from fusedcomm.bench import bench_plain, decode, overhead, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -34,8 +34,15 @@ DTYPE_HELP = "the dtypes of the data (default: bfloat16 on GPUs, float32 on CPUs
 ROUNDS_HELP = "measurements of each variant (default: 9)"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
-OVERHEAD, PLAIN = "overhead", "plain"
-_OTHERS = {OVERHEAD: overhead.run, PLAIN: bench_plain.run}
+_OTHERS: dict[str, tuple[Any, str, str]] = {  # by name: module, what it measures, an example of options
+    "overhead": (
+        overhead,
+        "what a call costs, hot and cold, on CPU ranks",
+        "--op matmul_all_to_all --pass forward both",
+    ),
+    "plain": (bench_plain, "the collectives without a matmul beside the backend's own", "--op all_reduce"),
+    "decode": (decode, "matmul, all_reduce, residual and RMSNorm from one row on", "--rows 1 16 --hidden 4096"),
+}
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
 
 
@@ -64,15 +71,9 @@ def add_parser(commands: Any) -> None:
         describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
         example = f"example: fusedcomm bench {name} -b 1M -e 64M --dtype bfloat16"
         _add_op_arguments(what.add_parser(name, **describe, epilog=example, parents=[common]))
-    text = "what a call costs, hot and cold, on CPU ranks"
-    describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
-    example = "example: fusedcomm bench overhead --op matmul_all_to_all --pass forward both"
-    overhead.add_arguments(what.add_parser(OVERHEAD, **describe, epilog=example))
-    text = "the collectives without a matmul beside the backend's own"
-    describe = {"help": text, "description": f"Measures {text}, and prints a table. {EXIT_CODES}"}
-    bench_plain.add_arguments(
-        what.add_parser(PLAIN, **describe, epilog="example: fusedcomm bench plain --op all_reduce")
-    )
+    for name, (module, text, options) in _OTHERS.items():
+        describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
+        module.add_arguments(what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} {options}"))
     parser.set_defaults(run=run)
 
 
@@ -101,7 +102,6 @@ def _common_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, on GPUs only (default: call the ops)")
     console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
-    parser.add_argument("--csv", metavar="FILE", help="also write a line per row, as CSV")
     return parser
 
 
@@ -128,7 +128,7 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what in _OTHERS:
-        return _OTHERS[args.what](args)
+        return _OTHERS[args.what][0].run(args)  # type: ignore[no-any-return]
     device_type = args.device or world.default_device_type()
     world_size = world.world_size_of(args.world_size, device_type)
     if problem := _wrong_arguments(args, device_type, world_size):
@@ -166,7 +166,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if getattr(args, "shape", None) and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
-    return console.not_writable(args, "json", "csv", "trace")
+    return console.not_writable(args, "json", "trace")
 
 
 def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
@@ -290,8 +290,6 @@ def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[OpR
 def _write(args: argparse.Namespace, options: Options, results: BenchResults) -> None:
     if args.json:
         console.write_json(args.json, report(args.what, options, results))
-    if args.csv:
-        table.write_csv(args.csv, results.rows)
     if getattr(args, "trace", None):
         console.write_json(args.trace, trace.joined(list(results.traces.values())))
 

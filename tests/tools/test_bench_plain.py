@@ -1,4 +1,4 @@
-"""`fusedcomm bench plain`: values are checked, and every row has its figures."""
+"""`fusedcomm bench plain` and `decode`: values are checked, and every row has its figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 import fusedcomm
 from fusedcomm.bench import bench_plain as plain
+from fusedcomm.bench import decode
+from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.tools import main
 from tests.helpers.on_ranks import on_ranks
 
@@ -27,7 +29,35 @@ def test_every_op_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 @on_ranks(2)
 def test_wrong_values_are_found(rank: int) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(plain.ValuesDiffer, match="rank 1"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
         patch.setitem(plain.CALLS, "all_reduce", (fusedcomm.all_reduce, lambda x: fusedcomm.all_reduce(x) + rank))
         plain.measure_plain(rank, "all_reduce", 64, "float32", "cpu", 1)
     assert torch.equal(fusedcomm.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_decode_writes_what_it_draws_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
+    sizes = ("--rows", "1", "3", "--hidden", "32", "--K", "16", "--dtype", "float32", "bfloat16", "--rounds", "2")
+    assert main(["bench", "decode", *sizes, "--json", str(file), "--plot", str(picture)]) == 0
+    rows, printed = json.loads(file.read_text())["rows"], capsys.readouterr().out
+    assert [(row["dtype"], row["rows"]) for row in rows] == [(d, r) for d in ("float32", "bfloat16") for r in (1, 3)]
+    for row in rows:
+        times = {name: timing["median"] for name, timing in row["times"].items()}
+        assert row["tail_ratio"] == times["tail"] / times["unfused tail"]
+        assert row["exposed_ratio"] == (times["fused"] - times["matmul"]) / times["unfused tail"]
+        assert f"{row['tail_ratio']:.2f}" in printed and row["plan"].startswith("matmul_all_reduce_norm: chunked")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("result", [0, 1])
+def test_wrong_values_of_a_tail_are_found(rank: int, result: int) -> None:
+    call = fusedcomm.all_reduce_norm
+
+    def wrong(*args: torch.Tensor) -> list[torch.Tensor]:
+        return [each + rank * (i == result) for i, each in enumerate(call(*args))]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
+        patch.setattr(fusedcomm, "all_reduce_norm", wrong)
+        decode.measure_decode(rank, 2, 8, 4, "float32", "cpu", 1)
