@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, PROGRAMS, ROOF, OpData
-from fusedcomm.bench.timing import Check, Timing, check_values, measure
+from fusedcomm.bench.timing import Timing, check_values, measure
 from fusedcomm.launch import console, world
 from fusedcomm.memory import members
 from fusedcomm.memory.group import resolve
@@ -122,7 +122,8 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
         if not options.check:
             data.randomize()  # in place, because replays read the same tensors
             every = every if options.graph else variants(data, options.algorithms)
-        times = timed(every, data.device, options, on_round, data.check)
+        check, of = data.check if options.check else None, {"rounds": options.rounds, "warmup": options.warmup}
+        times = measure(every, data.device, on_round=on_round, check=check, **of)
     bench, size = data.bench, data.size
     return [
         OpRow(
@@ -170,24 +171,6 @@ def variants(data: OpData, algorithms: tuple[str, ...]) -> dict[str, Callable[[]
     if data.bench.exchanges(data.direction):
         every[COLLECTIVE] = data.collective()
     return every | {name: ours if name == AUTO else data.forced(name) for name in algorithms}
-
-
-def timed(
-    every: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    options: Options,
-    on_round: Callable[[int], None],
-    check: Check,
-) -> dict[str, Timing]:
-    """The times of variants with checked values."""
-    return measure(
-        every,
-        device,
-        rounds=options.rounds,
-        warmup=options.warmup,
-        on_round=on_round,
-        check=check if options.check else None,
-    )
 
 
 def captured(variant: Callable[[], Any]) -> Callable[[], Any]:

@@ -75,21 +75,9 @@ def check_values(variants: Mapping[str, Callable[[], Result]], check: Callable[[
             _raise_if_any(check(name, result) or "", device, f"{name!r} gave wrong values")
 
 
-def measure(
-    variants: Mapping[str, Callable[[], Any]],
-    device: torch.device,
-    *,
-    rounds: int,
-    warmup: int = 1,
-    on_round: Callable[[int], None] = lambda done: None,
-    check: Check | None = None,
-) -> dict[str, Timing]:
-    """The times of variants that have been checked. ``on_round`` gets the number of rounds done, warm-up included.
-
-    With ``check`` the result of every measured call is checked too, after its clock has stopped.
-    """
-    seconds = measure_rounds(variants, device, rounds=rounds, warmup=warmup, on_round=on_round, check=check)
-    return {name: Timing.of(each) for name, each in seconds.items()}
+def measure(variants: Mapping[str, Callable[[], Any]], device: torch.device, **options: Any) -> dict[str, Timing]:
+    """The times of variants that have been checked. ``options``: those of `measure_rounds`."""
+    return {name: Timing.of(each) for name, each in measure_rounds(variants, device, **options).items()}
 
 
 def measure_rounds(
@@ -101,7 +89,11 @@ def measure_rounds(
     on_round: Callable[[int], None] = lambda done: None,
     check: Check | None = None,
 ) -> dict[str, Tensor]:
-    """Per variant the seconds of the slowest rank in every round, float64, on the CPU."""
+    """Per variant the seconds of the slowest rank in every round, float64, on the CPU.
+
+    ``on_round`` gets the number of rounds done, warm-up included. With ``check`` the result of every measured call is
+    checked too, after its clock has stopped.
+    """
     names = list(variants)
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Objects for inference engines, which decide call by call and have no compiler: ops with their weights.
+"""Ops with their weights, for inference engines, which decide call by call.
 
 `RowParallelTail` ends a tensor parallel half layer, `Linear` is one of three plain ops. All ranks of the group make
 them together, in the same order. They run without gradients. Where CUDA graphs will hold their calls, make them and
