@@ -36,7 +36,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 class Linear:
-    """A linear layer next to a collective: one op, of x whose first dim is gathered or scattered.
+    """A linear layer next to a collective: one op, along the first dim of x.
 
     x is [rows, K], this rank's. Making it is a collective of the group: the ranks vote on how many rows should run so.
 
