@@ -68,7 +68,7 @@ def measure_plain(rank: int, op: str, size: int, dtype: str, device_type: str, r
 
     check_values(calls, check)
     x.normal_()
-    times = common.times_of_one(calls, size, device, rounds)
+    times = {name: Timing.of(each) for name, each in common.rounds_of_one(calls, size, device, rounds).items()}
     dims = {"all_to_all": (1, 0), "all_reduce": ()}.get(op, (0,))
     plan = fusedcomm.explain(op, x, *dims)
     return PlainRow(op, dtype, size, group_size, str(plan), times[BACKEND], times[OURS])

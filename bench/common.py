@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from fusedcomm.bench import trace
 from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.table import report
-from fusedcomm.bench.timing import METHOD, Timing, ValuesDiffer, measure, repeated
+from fusedcomm.bench.timing import METHOD, ValuesDiffer, measure_rounds, repeated
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
@@ -80,18 +80,14 @@ def us(seconds: float) -> str:
     return f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 
-def times_of_one(
+def rounds_of_one(
     calls: Mapping[str, Callable[[], Any]], num_bytes: int, device: torch.device, rounds: int
-) -> dict[str, Timing]:
-    """The times of one of many calls back to back, the fewer the more bytes each takes."""
+) -> dict[str, Tensor]:
+    """Seconds [rounds] of one of many calls back to back, the fewer the more bytes each takes."""
     repeat = max(1, min(MOST_CALLS, MEASURED_BYTES // num_bytes))
     timed = {name: partial(repeated, call, repeat) for name, call in calls.items()}
-    return {name: _of_one(t, repeat) for name, t in measure(timed, device, rounds=rounds, warmup=2).items()}
-
-
-def _of_one(timing: Timing, repeat: int) -> Timing:
-    quantiles = {name: getattr(timing, name) / repeat for name in ("median", "p10", "p90", "p99")}
-    return replace(timing, **quantiles)
+    found = measure_rounds(timed, device, rounds=rounds, warmup=2)
+    return {name: seconds / repeat for name, seconds in found.items()}
 
 
 @contextlib.contextmanager

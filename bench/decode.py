@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.bench import common
-from fusedcomm.bench.common import us
+from fusedcomm.bench.common import Ratio, us
 from fusedcomm.bench.measure import DTYPES, captured
 from fusedcomm.bench.timing import Timing, check_values
 from fusedcomm.launch import console, world
@@ -32,7 +32,7 @@ from fusedcomm.ops.exact_problem import difference
 GOAL = 0.5
 SIZES = {"rows": (1, 4, 16, 64, 256, 1024), "hidden": (2048, 4096, 8192), "K": (1024,)}
 ROOF, TODAY, TODAY_TAIL, OURS, TAIL = "matmul", "unfused", "unfused tail", "fused", "tail"
-ABOUT = {
+ABOUT = {  # medians of the ratios within a round
     "tail_ratio": "all_reduce_norm / today's tail",
     "exposed_ratio": "(matmul_all_reduce_norm - matmul) / today's tail",
     "ratio": "matmul_all_reduce_norm / today's",
@@ -49,18 +49,9 @@ class DecodeRow:
     dtype: str
     plan: str
     times: dict[str, Timing]
-
-    @property
-    def tail_ratio(self) -> float:
-        return self.times[TAIL].median / self.times[TODAY_TAIL].median
-
-    @property
-    def exposed_ratio(self) -> float:
-        return (self.times[OURS].median - self.times[ROOF].median) / self.times[TODAY_TAIL].median
-
-    @property
-    def ratio(self) -> float:
-        return self.times[OURS].median / self.times[TODAY].median
+    tail_ratio: Ratio
+    exposed_ratio: Ratio
+    ratio: Ratio
 
 
 def measure_decode(rank: int, rows: int, hidden: int, k: int, dtype: str, device_type: str, rounds: int) -> DecodeRow:
@@ -95,8 +86,10 @@ def measure_decode(rank: int, rows: int, hidden: int, k: int, dtype: str, device
     if device_type == "cuda":
         timed = {name: captured(call) for name, call in timed.items()}
     plan = str(fusedcomm.explain("matmul_all_reduce_norm", x, w, residual, weight))
-    times = common.times_of_one(timed, rows * hidden * kind.itemsize, device, rounds)
-    return DecodeRow(rows, hidden, k, dtype, plan, times)
+    seconds = common.rounds_of_one(timed, rows * hidden * kind.itemsize, device, rounds)
+    pairs = (seconds[TAIL], TODAY_TAIL), (seconds[OURS] - seconds[ROOF], TODAY_TAIL), (seconds[OURS], TODAY)
+    ratios = (Ratio.of_rounds(ours, seconds[other]) for ours, other in pairs)
+    return DecodeRow(rows, hidden, k, dtype, plan, {name: Timing.of(each) for name, each in seconds.items()}, *ratios)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +118,9 @@ def plot(rows: list[DecodeRow], file: str) -> None:
     figure = Figure(figsize=(9.0, 3.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, 2, sharey=True), ("tail_ratio", "exposed_ratio"), strict=True):
         for key, each in itertools.groupby(rows, lambda row: f"{row.hidden}, K {row.k}, {row.dtype}"):
-            axes.plot(*zip(*((row.rows, getattr(row, name)) for row in each), strict=True), marker="o", label=key)
+            axes.plot(
+                *zip(*((row.rows, getattr(row, name).median) for row in each), strict=True), marker="o", label=key
+            )
         axes.set(xscale="log", xlabel="rows", title=ABOUT[name])
         axes.axhline(GOAL, color="grey", linestyle=":")
     axes.legend(fontsize=8)
@@ -137,7 +132,7 @@ def _time(head: str, about: str, name: str) -> Column:
 
 
 def _ratio(head: str, name: str) -> Column:
-    return Column(head, ABOUT[name], lambda row: f"{getattr(row, name):.2f}")
+    return Column(head, ABOUT[name], lambda row: f"{getattr(row, name).median:.2f}")
 
 
 _COLUMNS = (
