@@ -14,7 +14,6 @@ from fusedcomm import files
 
 
 def key_of(package: Path) -> str:
-    """The key that a process with this copy of the package computes."""
     spec = importlib.util.spec_from_file_location("files_of_the_copy", package / "files.py")
     assert spec is not None and spec.loader is not None
     copy: Any = importlib.util.module_from_spec(spec)

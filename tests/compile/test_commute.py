@@ -98,7 +98,6 @@ def to_tokens(y: Tensor) -> Tensor:
 
 
 def inputs() -> Values:
-    """This rank's own, weights too."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     shapes = {
@@ -117,7 +116,6 @@ def inputs() -> Values:
 
 
 def results(program: Program, values: Values) -> list[Tensor | None]:
-    """The outputs, and this rank's gradient of each input."""
     outs = program(values)
     outs = outs if isinstance(outs, tuple) else (outs,)
     loss = sum((out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in outs)
@@ -125,7 +123,6 @@ def results(program: Program, values: Values) -> list[Tensor | None]:
 
 
 def check(program: Program, commute: bool = True) -> fusedcomm.compile.CompileReport:
-    """The compiled program has eager's values, dtypes and gradients on this rank."""
     torch._dynamo.reset()  # all programs come from few lines
     values = inputs()
     want = results(program, values)

@@ -56,7 +56,6 @@ def logged_between(x: Tensor, w: Tensor, me: int) -> Any:
 
 
 def small_ones(x: Tensor, w: Tensor, me: int) -> Any:
-    """Which a scheduler would put in one bucket, or in another order."""
     parts = [all_gather(x * (i + 1), 0, world()) for i in range(3)]
     y = sum(part.sin() @ w for part in parts)
     return last(y), parts[1].norm() if me == 0 else None
@@ -78,7 +77,6 @@ PROGRAMS = [logged, one_of_three, scattered, logged_between, small_ones, read_be
 
 
 def run(program: Program, overlap: bool, me: int, n: int = N) -> CompileReport:
-    """As rank ``me`` has it; the values are those of eager mode."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, w = torch.randn(n, n, generator=generator), torch.randn(n, n, generator=generator)
     torch._dynamo.reset()
@@ -120,8 +118,6 @@ def test_what_ranks_share_is_rewritten_and_what_they_do_not_has_a_reason(rank: i
 
 @on_ranks(2)
 def test_the_first_that_communicates_may_have_several_results(rank: int) -> None:
-    """An op that overlap has chosen, in a graph to whose order the ranks agree."""
-
     def program(x: Tensor, w: Tensor, me: int) -> Any:
         gathered = all_gather(x, 0, world())
         return last(gathered @ w), gathered

@@ -187,7 +187,6 @@ def cache_hits(rank: int, tag: str, fuse: list[str] | None) -> tuple[int, int]:
 
 @pytest.mark.nightly
 def test_cached_graphs(ranks: Any, tmp_path: Path) -> None:
-    """A second process hits the cache; with another setting it misses."""
     hit, miss = [(1, 0)] * 2, [(0, 1)] * 2
     assert ranks(2).run(cache_hits, str(tmp_path), None) == miss
     with RankPool(2) as fresh:
@@ -198,8 +197,6 @@ def test_cached_graphs(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("multiplied_first", [True, False])
 def test_ops_keep_the_place_of_their_collective(multiplied_first: bool) -> None:
-    """Ranks that multiply at different times what they gather keep one order of collectives."""
-
     def program(x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         gathered = all_gather(x, 0, world())
         product = gathered @ w.mT.contiguous().mT if multiplied_first else None

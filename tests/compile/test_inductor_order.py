@@ -31,9 +31,7 @@ def calls(code: str) -> list[str]:
 
 
 def wait_late(graph: Graph, keep: bool) -> None:
-    """The order by hand: what waits for collectives, and all that reads it, comes at the end; collectives start where
-    they did.
-    """
+    """The order by hand: starts stay; waits, and all that reads them, come last."""
     late: set[Node] = set()
     output = next(iter(graph.find_nodes(op="output")))
     for node in list(graph.nodes):
@@ -95,13 +93,10 @@ def test_what_fuses_leaves_the_others_in_place(ranks: Any) -> None:
 
 
 def theirs(nodes: list[Any]) -> list[Any]:
-    """A pass of somebody else, for which Inductor caches nothing."""
     return nodes
 
 
 class Theirs(inductor_order._Base):  # type: ignore[misc]
-    """A pass of somebody else with a uuid."""
-
     def __call__(self, nodes: list[Any]) -> list[Any]:
         return nodes
 
@@ -143,7 +138,6 @@ def test_a_pass_set_since_stays(config: Any) -> None:
 
 
 def outcomes(tag: Path, before: Any) -> tuple[int, int, int]:
-    """Hits, misses and bypasses of Inductor's cache."""
     from torch._dynamo.utils import counters
     from torch._inductor import config
 

@@ -21,7 +21,6 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
 
 @st.composite
 def reshapes(draw: Any, shape: list[int]) -> list[int]:
-    """Another shape with as many elements."""
     primes = [p for p, n in sympy.factorint(math.prod(shape)).items() for _ in range(n)]
     dims = [1] * draw(st.integers(1, 5))
     for prime in draw(st.permutations(primes)):

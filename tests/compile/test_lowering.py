@@ -35,7 +35,6 @@ def codes_of(run: Callable[..., Any], program: Any, **settings: Any) -> tuple[An
 
 
 def called(code: str) -> list[str]:
-    """The ops of fusedcomm and plain collectives, without the waits, in the order in which they run."""
     return [name for name in CALLED.findall(code) if not name.startswith("wait_tensor")]
 
 
@@ -61,10 +60,7 @@ def check_five_ops(rank: int, results_bytes: str) -> list[str]:
 
 @pytest.mark.parametrize("results_bytes", thorough_but(["1000000"], ["1000000", "0"]))
 def test_each_op_is_called_once(ranks: Any, results_bytes: str) -> None:
-    """Forward and backward; both ranks run the same code, and ops allocate their results, which peers may write.
-
-    What Inductor has cached does not say whether there was a heap of results, so it has to be right with and without.
-    """
+    """Both ranks run the same code, which is right with a heap of results and without."""
     codes, others = ranks(2).run(check_five_ops, results_bytes)
     numbers = "# AOT ID: .*"  # of the graphs that a rank has compiled before
     assert [re.sub(numbers, "", code) for code in codes] == [re.sub(numbers, "", code) for code in others]
@@ -107,7 +103,6 @@ def test_operands_are_written_as_the_op_reads_them(rank: int) -> None:
 
 
 def between_collectives(x: Tensor, w: Tensor) -> list[Tensor]:
-    """Collectives that nothing but their order in the program ties to each other."""
     world = dist.group.WORLD.group_name
     first = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, 2, world))
     outs = [fusedcomm.matmul_all_reduce(x, w), fusedcomm.all_gather_matmul(x, w, 0)]
@@ -206,9 +201,7 @@ def test_a_result_that_nothing_reads(rank: int) -> None:
 
 
 def cache_hits(rank: int, tag: str) -> tuple[int, int]:
-    """Cache hits and misses of a program whose graph is the same for every group, except for what an op says of its
-    group.
-    """
+    """Cache (hits, misses) of a program whose graph is the same for every group, but for what ops say of theirs."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

@@ -107,9 +107,6 @@ def test_a_merged_average_is_a_sum_of_what_is_divided_before(cube: World, then: 
 
 @pytest.mark.parametrize("name", ["2x2x2", "3x2-column-major", "staggered"])
 def test_random_chains(name: str) -> None:
-    """Collectives of any kind over any dims, rearranged between, give equal values on all ranks, and never more bytes
-    or calls.
-    """
     check_random_chains(name, seeds=range(1))
 
 
@@ -233,9 +230,7 @@ def test_with_messages_all_stay(cube: World) -> None:
 
 
 def test_the_place_among_other_collectives(cube: World) -> None:
-    """The merged collective starts where the first one did and is waited for where the last one was, so what is between
-    stays between.
-    """
+    """It starts where the first one did, and is waited for where the last one was."""
     calls = Calls(cube)
 
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -295,7 +290,6 @@ def test_parts_of_a_reduction(ranks: Any, index: int, reason: str | None) -> Non
 
 
 def test_a_part_that_the_program_itself_takes() -> None:
-    """The part can be part 0 on all ranks."""
     with fake_world([[0, 1, 2], [3, 4, 5]]) as world:
         module = traced(partial(own_part, Calls(world), 0), (4, 6))
         for node in module.graph.nodes:

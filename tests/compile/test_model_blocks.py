@@ -57,9 +57,7 @@ OPTIONS: dict[str, tuple[int, Case]] = {  # ranks, and a block with what the opt
 
 
 def counts_of(case: Case) -> dict[str, Counter[str]]:
-    """By graph. A checkpointed backward runs the forward's exchanges again; of the one behind the attention it needs
-    what arrives alone, for grad w.
-    """
+    """By graph. A checkpointed backward runs the exchanges again; of the last it needs only what arrives."""
     forward, backward = (Counter({name: case.layers * n for name, n in c._asdict().items()}) for c in WANT[case.block])
     if case.block not in NOTHING_MOVES:
         forward["all_to_all"] += 1
@@ -90,7 +88,6 @@ def check(pool: Any, case: Case) -> None:
 
 @pytest.mark.parametrize("block", thorough_but(QUICK, [*QUICK, *THOROUGH]))
 def test_training(ranks: Any, block: str) -> None:
-    """Inductor's graphs, forward and backward, are run op by op: its code takes long to compile."""
     check(ranks(2), Case(block, interpreted=True))
 
 

@@ -25,7 +25,6 @@ N = 8
 
 @contextmanager
 def short_group() -> Iterator[Any]:
-    """A group of all ranks whose waits, torch's and ours, take no longer than TIMEOUT_S."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSEDCOMM_TIMEOUT_S", str(TIMEOUT_S))
         group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))

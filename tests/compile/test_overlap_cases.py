@@ -62,7 +62,6 @@ def is_before(gm: GraphModule, first: str, second: str) -> bool:
 
 
 def with_positions(gm: GraphModule) -> GraphModule:
-    """A copy in which arguments of starts are given by position."""
     gm = copy.deepcopy(gm)
     for node in gm.graph.nodes:
         if is_start(node) or node.target is WAIT:
@@ -71,7 +70,6 @@ def with_positions(gm: GraphModule) -> GraphModule:
 
 
 def check_values(gm: GraphModule, groups: Sequence[Peers], times: Estimator, **options: Any) -> OverlapReport:
-    """Schedule gm, and check that its results stay, with their strides."""
     args = inputs(gm, seed=0)
     want, twin = executed(with_positions(gm), args, groups, late=False), copy.deepcopy(gm)
     report = schedule(gm, estimator=times, **options)
@@ -114,10 +112,7 @@ def test_dynamic_sizes_are_planned_alike_whatever_they_were(groups: list[Peers])
 
 
 def messages(tp: Peers, op: str | None, n: int) -> GraphModule:
-    """A graph with an operand that is computed late, and some that could be sent before it.
-
-    If ``op`` is None it has only collectives.
-    """
+    """A graph with an operand that is computed late, and earlier ones; of collectives alone if ``op`` is None."""
     t = Traced()
     x, z, a, b = t.input(n, n), t.input(n, n), t.input(64), t.input(64)
     found = [t.waited(all_reduce, a, "sum", tp.name)]
@@ -280,7 +275,6 @@ def test_a_gather_stays_one_whatever_part_is_taken(part: int) -> None:
 
 
 def sent_beside_a_matmul(tp: Peers, read: str) -> GraphModule:
-    """A graph with a collective, a matmul, and what reads the collective's result."""
     t = Traced()
     x, z = t.input(64, 64), t.input(64, 64)
     if read == "shard_dim_alltoall":

@@ -49,10 +49,7 @@ def check_start_program(rank: int, overlap: bool) -> tuple[list[str], list[str]]
 
 
 def test_matmuls_stand_between_starts_and_waits_of_the_start_program(ranks: Any) -> None:
-    """The last exchange is the exception: it has no matmul left that does not need it.
-
-    In the control, as traced, no exchange has one.
-    """
+    """Behind the last exchange every matmul needs it. As traced (the control) no exchange has one."""
     (names, statuses), other = ranks(2).run(check_start_program, True)
     assert other == (names, statuses)
     assert len(matmuls_between(names)) == PAIRS and all(matmuls_between(names)[:-1])
@@ -85,7 +82,6 @@ def test_a_product_added_to_what_arrives_runs_meanwhile(ranks: Any) -> None:
 
 
 def check_fusing(rank: int) -> list[str]:
-    """The exchanges take longer than the matmuls beside them."""
     program, args = start_program()
     want = program(*args)
     with fusedcomm.compile.enabled(overlap=True) as report:

@@ -64,7 +64,6 @@ def collectives(gm: GraphModule) -> Counter[tuple[str, str]]:
 
 
 def check(groups: list[Peers], seed: int, steps: int, percent: int, bucket: bool, fuse: bool) -> Any:
-    """The graph of this seed before and after, checked."""
     rng = random.Random(seed)
     while True:
         gm = build(rng, groups, steps, unwaited=True)
@@ -220,9 +219,7 @@ class _Counted(np.ndarray):
 
 
 def steps(call: Callable[[], object], *sources: str) -> int:
-    """The lines that ``call()`` runs of files whose paths begin with one of ``sources``, and the elements of the memory
-    profile that it reads or writes.
-    """
+    """Lines run of files under ``sources``, and elements of the memory profile read or written."""
     num_lines = 0
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:

@@ -23,8 +23,6 @@ TOKENS, OTHERS, EVEN = [8192, 16, 16, 16], [16, 16, 16, 8192], [16] * RANKS  # b
 
 
 class Ours(Traced):
-    """A graph of one rank."""
-
     def __init__(self, tp: Peers) -> None:
         super().__init__()
         self.tp, self.w = tp, self.input(K, K)
@@ -72,7 +70,6 @@ def call_of_an_op(t: Ours) -> GraphModule:
 
 
 def order_of(rank: int, program: Callable[[Ours], GraphModule], fuse: bool) -> list[str]:
-    """What communicates after `schedule`."""
     with fake_world(rank) as groups:
         gm = program(Ours(groups[1]))
         schedule(gm, estimator=estimator(), fuse=fuse)

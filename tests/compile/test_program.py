@@ -38,10 +38,7 @@ class Costs:
 
 
 def held_by_a_wait(b: Traced) -> tuple[Node, ...]:
-    """x, what is sent, 32 received and neg beside it are live.
-
-    What is sent lives until the wait, though nothing else reads it.
-    """
+    """Live are x, what is sent until the wait, 32 received, and neg beside it."""
     x = b.input(4)
     s = b.call(functional.all_gather_into_tensor.default, b.call(aten.exp.default, x), 2, "g")
     y = b.call(aten.neg.default, x)

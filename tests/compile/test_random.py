@@ -57,7 +57,6 @@ def matmul(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
-    """A random program, the same on every rank. Its arguments are x, w and bias."""
     rng = random.Random(seed)
     rows = [rng.choice([1, 2, 3, 4, r, 2 * r]) for _ in range(rng.randint(1, 3))] + [r * rng.choice([1, 2])]
     rng.shuffle(rows)

@@ -36,7 +36,6 @@ def fresh_group() -> Iterator[str]:
 
 
 def on_any_rank(text: str | None) -> str | None:
-    """The same on all ranks; ``text`` is this rank's."""
     failed = torch.tensor(0 if text is None else 1)
     dist.all_reduce(failed)
     if not failed:
@@ -79,7 +78,6 @@ def compiled(p: Program, rank: int, name: str, backend: Any = interpreted) -> li
 
 
 def outcome(p: Program, rank: int, run: Callable[..., Any]) -> str | None:
-    """Why the program failed, on any rank."""
     wants = [programs.expected(p, call) for call in range(1 if run is traced else 2)]
     if not all(programs.is_exact(p, each) for each in wants):
         return None

@@ -59,7 +59,6 @@ def world() -> Any:
 
 
 def merged(world: World, program: Program) -> tuple[Graph, SumMerger]:
-    """The merged graph, whose values are the plain one's on all ranks."""
     plain, module = (traced(lambda *xs: program(Calls(world), *xs), *[SHAPE] * 3, dtype=torch.float64) for _ in "12")
     merger = SumMerger(module.graph)
     merger.merge()

@@ -154,7 +154,6 @@ def test_totals_are_those_of_the_spans(steps: list[Step]) -> None:
 
 @pytest.fixture(scope="module")
 def shown() -> Timeline:
-    """Two groups on one link and one on the other, hidden, exposed and fused, with memory."""
     b = Traced()
     costs: dict[str, NodeCost] = {}
     y = b.input(1024)

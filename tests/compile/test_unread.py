@@ -47,7 +47,6 @@ BEFORE_A_MATMUL: dict[str, Collective] = {
 
 
 def passed(program: Callable[..., Any]) -> tuple[Graph, CompileReport]:
-    """The program's graph on two ranks, after the passes, without dead code."""
     report = CompileReport()
     with fake_world([0, 1]):
         graph = traced(program, (4, 6), (6, 8)).graph
@@ -57,7 +56,6 @@ def passed(program: Callable[..., Any]) -> tuple[Graph, CompileReport]:
 
 
 def calls(graph: Graph) -> list[tuple[Any, ...]]:
-    """The ops of fusedcomm, with their arguments."""
     found = (node for node in graph.nodes if getattr(node.target, "namespace", "") == "fusedcomm")
     return [(node.target, *map_arg(node.args, lambda each: each.meta["val"].shape)) for node in found]
 

@@ -36,7 +36,6 @@ class Cell:
 
     @property
     def victim(self) -> int:
-        """The victim's rank in the group."""
         return self.group_size - 1
 
     @property
@@ -70,14 +69,12 @@ class Cell:
 
     @property
     def num_calls(self) -> int:
-        """How many calls each rank makes, from the faulty one on."""
         if self.harmless:
             return 4  # both slots are used again
         return 1 if self.by_group else 2  # gloo's groups are of no use after an error
 
     @property
     def recovers(self) -> bool:
-        """Whether all ranks live, in a group that can be used again."""
         return self.fault != "kill" and (self.harmless or not self.by_group)
 
     @property

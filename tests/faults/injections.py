@@ -49,7 +49,6 @@ def run_out_of_memory(go_on: GoOn) -> Any:
 
 
 def interrupt(go_on: GoOn) -> Any:
-    """Ctrl-C, as in a program that does not ignore it."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -59,7 +58,6 @@ def interrupt(go_on: GoOn) -> Any:
 
 
 def collect_garbage(go_on: GoOn) -> Any:
-    """Collect what was freed too early, and fill its memory with other numbers."""
     gc.collect()
     taken = [torch.full((1 << exponent,), float("nan"), device="cpu") for exponent in range(4, 16) for _ in range(4)]
     taken.clear()  # only when all are made, or one block would be overwritten again and again

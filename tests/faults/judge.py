@@ -19,8 +19,6 @@ BACKEND_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError")
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """The end of one call."""
-
     kind: str
     text: str = ""
     error: str = ""  # type of the error
@@ -175,7 +173,6 @@ def _victim(cell: Cell, report: RankReport) -> Iterator[str]:
 
 
 def _peer_error(cell: Cell, error: CallOutcome, must: str | None) -> Iterator[str]:
-    """The error must have the right type, and its fields and its text must name op, round and peers."""
     if error.kind != PEER_ERROR or (must is not None and error.error != must):
         yield f"must raise {must or 'a PeerError'}, got {_said(error)}"
         return

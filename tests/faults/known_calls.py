@@ -98,10 +98,7 @@ class Guarded:
         return inside
 
     def watch_segment(self, workspace: Workspace, idle: bool) -> None:
-        """This rank's segment, filled with a pattern where no call writes: beyond what its slots hold.
-
-        ``idle``: no call is made at all, so the header and all of the slots must stay as they are.
-        """
+        """A pattern where no call writes: behind the slots, or, if ``idle``, in all of them and the header."""
         segment, num_bytes = workspace.buffers[workspace.rank], workspace.slot_bytes
         slots = segment[workspace.layout.header_bytes :].split(num_bytes)[:NUM_SLOTS]
         unused = [slot if idle else slot[num_bytes // 2 :] for slot in slots]

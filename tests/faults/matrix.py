@@ -37,10 +37,7 @@ def run_cells(
     around: Around = nullcontext,
     cell_s: float = CELL_S,
 ) -> list[Verdict]:
-    """The verdicts, in the order of ``cells``.
-
-    ``around``: gives the context inside which ranks run a cell; tests switch protections off there.
-    """
+    """The verdicts, in the order of ``cells``; ``around``: a context in which ranks run a cell."""
     kills = sum(cell.fault == "kill" for cell in cells)
     num_ranks = MOST_RANKS + min(MOST_KILLS, -(-kills // workers))
     left = deque(cells)
@@ -81,8 +78,6 @@ def run_cells(
 
 
 class _Ranks:
-    """A pool, and the ranks that live in it."""
-
     def __init__(self, num_ranks: int, cache: str) -> None:
         env = {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1", "FUSEDCOMM_CACHE_DIR": cache}
         self.pool = RankPool(num_ranks, env=env, timeout_s=CELL_S)

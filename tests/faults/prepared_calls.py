@@ -118,14 +118,12 @@ def _unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def until_posted(workspace: Workspace, bound_s: float) -> None:
-    """Return when every peer has said where its result of the next round is."""
     own = workspace.addresses[workspace.rank]
     stamps = [own + workspace.layout.post(r) + 2 * _WORD for r in range(workspace.group_size) if r != workspace.rank]
     _until_epoch(stamps, workspace.epoch + 1, bound_s)
 
 
 def until_signalled(workspace: Workspace, src_rank: int, bound_s: float) -> None:
-    """Return when src_rank has signalled the next round."""
     flag = workspace.addresses[workspace.rank] + workspace.layout.flag(workspace.epoch + 1, src_rank)
     _until_epoch([flag], workspace.epoch + 1, bound_s)
 

@@ -133,7 +133,6 @@ class _Rank:
                 self._must_be_right(call, self.group)
 
     def _calls(self) -> Iterator[CallOutcome]:
-        """The faulty call and the next one, or several back to back where all must succeed."""
         with self._bounded():
             for i in range(self.cell.num_calls):
                 call = self._changed(self._known(i)) if i == 0 else self._known(i)
@@ -201,9 +200,7 @@ class _Rank:
             yield
 
     def _after_reset(self) -> CallOutcome:
-        """A call after ``fusedcomm.reset``, planned as before, or as many as are prepared again. The other group must
-        still work.
-        """
+        """A call after `reset`, planned as before, or as many as are prepared again; the other group works on."""
         calls = (
             (self.cell.algorithm, self.group, self._known(seed=60)),
             ("chunked", self.other, KnownCall("matmul_all_to_all", self.cell.group_size, seed=61)),
@@ -220,7 +217,6 @@ class _Rank:
         return CallOutcome(RIGHT)
 
     def _closed(self) -> CallOutcome:
-        """``fusedcomm.close`` without the rank that has died."""
         with settings(TIMEOUT_S=str(self.cell.timeout_s)):
             try:
                 fusedcomm.close(self.group)
@@ -244,7 +240,6 @@ class _Rank:
         return next((workspace.epoch for workspace in self._workspaces()), 0)
 
     def _workspaces(self, group: ProcessGroup | None = None) -> list[Workspace]:
-        """The group's one, if it has one."""
         found = [member.workspace for member in members.members(group or self.group)]
         return [workspace for workspace in found if workspace is not None]
 

@@ -71,8 +71,6 @@ BY_ALGORITHM = {
 
 @dataclass
 class Reached:
-    """Whether a rank has come to the step."""
-
     yes: bool = False
 
 
@@ -95,9 +93,7 @@ def at_step(algorithm: str, step: str, fault: Fault) -> AbstractContextManager[R
 
 @contextmanager
 def replaced(paths: str, fault: Fault, only: Callable[..., bool] = lambda *args: True) -> Iterator[Reached]:
-    """Inside, the first call of a ``module:Class.function`` in this process is one of ``fault``, of those that ``only``
-    is true for. ``paths``: one or several, with blanks between.
-    """
+    """Inside, the first call of a ``module:Class.function`` of ``paths`` that ``only`` accepts is one of ``fault``."""
     reached, lock = Reached(), threading.Lock()
 
     def faulty(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

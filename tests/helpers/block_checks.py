@@ -125,7 +125,6 @@ class Data:
 
 
 def outcome(rank: int, case: Case) -> Outcome:
-    """Compile the case on this rank, run it, and compare."""
     with left_as_found():
         group = dist.group.WORLD
         if case.pairs:
@@ -198,7 +197,6 @@ def make(case: Case, group: Any) -> Model:
 
 
 def compare(case: Case, size: Size, program: Any, model: Model, seed: int) -> list[Differences]:
-    """How far the compiled program is from eager on this rank, and from one process."""
     group = model.group
     whole = Data.whole(case, size, group.size(), seed)
     data = whole.part(case, group)
@@ -217,7 +215,6 @@ def compare(case: Case, size: Size, program: Any, model: Model, seed: int) -> li
 
 
 def run(case: Case, program: Callable[..., Any], model: Model, data: Data) -> Values:
-    """Outputs; in training the gradients of every stream and parameter too."""
     streams = [each.clone().requires_grad_(not case.inference) for each in data.streams]
     if case.dynamic:
         for each, dim in [*((s, 1) for s in streams), *((t, 0) for table in data.tables for t in table)]:

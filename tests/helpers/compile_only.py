@@ -83,8 +83,6 @@ class KernelReport:
 
 
 class MetaWorkspace:
-    """A workspace without memory."""
-
     def __init__(self, group_size: int = GROUP_SIZE) -> None:
         self.rank, self.group_size = RANK, group_size
         self.segments = torch.empty(group_size, dtype=torch.int64, device="meta")

@@ -24,7 +24,6 @@ class CubinKernel:
 
 
 def kernel_of(image: bytes) -> CubinKernel:
-    """The only kernel of a cubin."""
     sections = dict(_sections(image))
     (name,) = (each.removeprefix(".nv.info.") for each in sections if each.startswith(".nv.info."))
     own = list(_attributes(sections[f".nv.info.{name}"]))

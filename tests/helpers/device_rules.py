@@ -41,7 +41,6 @@ class TensorMap:
 
     @property
     def end(self) -> int:
-        """The address behind the last element."""
         last = sum((dim - 1) * step for dim, step in zip(self.dims, (self.itemsize, *self.strides), strict=True))
         return self.address + last + self.itemsize
 
@@ -62,8 +61,6 @@ class Launch:
 
 @dataclass(frozen=True)
 class Write:
-    """Arguments of cuStreamWriteValue64."""
-
     stream: int
     address: int
     value: int

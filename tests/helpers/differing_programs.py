@@ -65,8 +65,6 @@ class Program:
 
 @dataclass
 class Scope:
-    """The values that a rank's steps share during a call."""
-
     w: list[Tensor]
     b: Tensor
     flag: bool
@@ -333,7 +331,6 @@ def results(outs: Any, grads: Iterable[Tensor | None] = ()) -> list[Tensor]:
 
 
 def expected(p: Program, call: int) -> list[list[Tensor]]:
-    """The results of every rank."""
     args = [inputs(p, rank, call, torch.float64) for rank in range(p.size)]
     for rank, mine in enumerate(args):
         for each in mine:

@@ -14,8 +14,6 @@ UUID = "0badcafe-0000-4000-8000-00000000000"
 
 
 class NvmlError(Exception):
-    """pynvml's error: its arguments are a text and a number."""
-
     value = property(lambda self: self.args[1])
 
 
@@ -85,7 +83,6 @@ def canned(answers: dict[str, Any]) -> type[doctor_checks.CheckRanks]:
 
 
 def rank_facts(**changes: Any) -> dict[str, Any]:
-    """What a rank tells the others of itself."""
     facts: dict[str, Any] = {"host": "h", "boot": "b", "visible": None, "gpus": [], "gpu": None}
     settings = {"FUSEDCOMM_ALGORITHM": None, "FUSEDCOMM_TIMEOUT_S": None}
     return facts | {"versions": {"python": "3.11", "torch": "2.13"}, "settings": settings} | changes

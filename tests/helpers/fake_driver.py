@@ -29,7 +29,6 @@ _SUCCESS, _INVALID_VALUE = 0, 1
 
 
 def _attributes(arch: int) -> dict[int, int]:
-    """By CUdevice_attribute."""
     return {
         10: 32,  # warp size
         12: 64 << 10,  # registers per block

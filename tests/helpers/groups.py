@@ -58,7 +58,6 @@ def check(group: Any, problem: Problem, out: Any, seed: int = 0) -> None:
 
 
 def refuse_a_forked_child(group: Any, problem: Problem) -> None:
-    """A call in a child must be refused, and this process goes on."""
     if (child := os.fork()) == 0:
         try:
             call(group, problem)
@@ -95,9 +94,7 @@ def member_of(group: Any) -> members.Member:
 
 
 def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str) -> None:
-    """Check that there is a ValueError with the same text on CPU and meta tensors, and that nothing is sent. x, w and
-    bias are shapes, or lists.
-    """
+    """One ValueError on CPU and meta tensors, and nothing is sent. x, w and bias are shapes, or lists."""
 
     def tensors(shapes: Any, device: str) -> Any:
         if isinstance(shapes, list):

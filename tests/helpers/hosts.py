@@ -47,10 +47,7 @@ class Host:
 
 @contextmanager
 def two_hosts(mbit: int | None = None) -> Iterator[list[Host]]:
-    """The hosts exist until the end of the block. Then what still runs on them is killed.
-
-    ``mbit``: what the link carries each way, in Mbit/s, at most MOST_MBIT; by default what the machine can.
-    """
+    """``mbit``: what the link carries each way, at most MOST_MBIT. At the end what runs on the hosts is killed."""
     assert mbit is None or 0 < mbit <= MOST_MBIT, mbit
     for command in ("ip", "tc")[: 1 + (mbit is not None)]:
         if shutil.which(command) is None:
@@ -92,10 +89,7 @@ def torchrun(
     ranks_per_host: int = RANKS_PER_HOST,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``python -m module check folder`` in every rank of both hosts, with ``env`` too.
-
-    Returns what each wrote to folder/result.RANK, as JSON.
-    """
+    """``python -m module check folder`` in each rank of both hosts; returns every folder/result.RANK, as JSON."""
     started: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + timeout_s
     try:

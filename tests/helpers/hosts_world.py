@@ -39,7 +39,6 @@ WAIT_S = 60.0  # for ranks that wait for each other beside the link
 
 @contextmanager
 def new_groups(names: list[str], timeout_s: float = WAIT_S) -> Iterator[dict[str, Any]]:
-    """The groups of MEMBERS that this rank is in."""
     made = {name: dist.new_group(MEMBERS[name], timeout=timedelta(seconds=timeout_s)) for name in names}
     mine = {name: group for name, group in made.items() if dist.get_rank() in MEMBERS[name]}
     yield mine
@@ -69,7 +68,6 @@ def plans(group: Any) -> list[list[str]]:
 
 
 def values(rank: int, folder: Path) -> dict[str, Any]:
-    """Run all ops in all groups, forward and backward. Returns what was planned, by group."""
     found = {}
     with new_groups(list(MEMBERS)) as groups:
         for name, group in groups.items():

@@ -42,10 +42,7 @@ def check_calls(
     by_product: bool = False,
     own: bool = True,
 ) -> None:
-    """Results are bit-equal, nothing is written beside them, and nothing is half counted at the end.
-
-    Without ``own``, which rows alone can do, each rank multiplies its own chunk where it lies in x.
-    """
+    """Results are bit-equal, nothing is written beside them. ``own``: the own chunk goes through the slot."""
     exchange = exchange_of(problem, group_size)
     chunk_numel = max(exchange.chunk_numel // num_rounds, exchange.row_numel)
     rounds = exchange.rounds(chunk_numel)
@@ -74,7 +71,6 @@ def check_calls(
 
 
 def run_now(program: Callable[..., None], *tensors: Tensor | None) -> None:
-    """Run ``program(s, *tensors)``, which plans steps, at once."""
     memory = CallMemory(0, 1, "", torch.device("cpu"))
     inputs = [None if t is None else layout_of(t) for t in tensors]
     s = Builder(memory.memory_facts(), memory.device_facts(), inputs)

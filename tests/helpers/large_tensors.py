@@ -65,5 +65,4 @@ def slot_of(rank: VirtualRank, epoch: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def signalled(rank: VirtualRank, epoch: int, fingerprint: int) -> None:
-    """Set the flags that every rank would have set."""
     rank.word(rank.layout.flag(epoch, 0), rank.group_size)[:] = epoch << 24 | fingerprint

@@ -114,7 +114,6 @@ class LaunchPath:
         return kernel
 
     def case(self, name: str, call: Callable[[], Any]) -> dict[str, Any]:
-        """What a call launches, or has streams write, and why it was refused, if it was."""
         self.gpu.forget()
         enqueued, maps = len(self.device.enqueued), len(self.device.tensor_maps)
         refused = None
@@ -241,10 +240,7 @@ def uneven_call(case: Uneven) -> Any:
 
 @contextmanager
 def member(path: LaunchPath) -> Iterator[Workspace]:
-    """This rank has a part in WORLD, without a vote: its workspace is one of a virtual group's.
-
-    Each case has one of its own, because a call that is refused half way breaks it.
-    """
+    """This rank's part in WORLD, without a vote. Each case has a workspace: a refused call breaks its own."""
     group = VirtualGroup(GROUP_SIZE, SLOT_BYTES, "cuda")
     workspace = group.workspaces[RANK]
     topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
@@ -342,8 +338,6 @@ def _described(name: str, change: Callable[[Described], Described]) -> AbstractC
 
 
 class _Always:
-    """An attribute that has one value, whatever is assigned to it."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 

@@ -67,10 +67,7 @@ SIZES = tune.TuneSizes(
 
 
 def tuned(rank: int, folder: Path) -> dict[str, Any]:
-    """Tune on the link, into a folder of this host alone. Returns its rate by what came out, and what is then planned.
-
-    Tests share the machine, so it is busy: noise is no error here.
-    """
+    """Tune on the link, whatever the noise: its rate by what came out, and what is then planned."""
     ours = member_of(dist.group.WORLD)
     with (
         mock.patch.object(tune.TuneSizes, "of", lambda device_type, quick: SIZES),

@@ -110,7 +110,6 @@ def sent(graph: Graph, world: World) -> list[tuple[str, tuple[int, ...], float]]
 
 
 def kinds(graph: Graph, world: World) -> list[tuple[Any, ...]]:
-    """(kind, *mesh dims) of every collective."""
     return [(kind, *dims) for kind, dims, _ in sent(graph, world)]
 
 

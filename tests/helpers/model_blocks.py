@@ -80,7 +80,6 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-    """Attention of [b, t, h, d]."""
     return local_attention(q, k, v) if group is None else UlyssesAttention.apply(q, k, v, group)
 
 

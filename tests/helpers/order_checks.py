@@ -107,7 +107,6 @@ class Accesses:
 
 
 def sent(gm: GraphModule) -> Counter[tuple[str, str]]:
-    """Bytes that starts are given, by kind and group."""
     found: Counter[tuple[str, str]] = Counter()
     for node in gm.graph.nodes:
         if is_start(node):

@@ -56,14 +56,12 @@ class Case(NamedTuple):
         return found
 
     def cut(self, whole: Tensor, num_ranks: int) -> list[Tensor]:
-        """Every rank's x. A sum has terms that differ."""
         if self.gather_dim is None:
             return [whole + rank for rank in range(num_ranks)]
         parts = self.parts(self.shape[self.gather_dim], num_ranks, True)
         return [whole.narrow(self.gather_dim, *part) for part in parts]
 
     def results(self, xs: list[Tensor]) -> list[Tensor]:
-        """Every rank's result, from every rank's x."""
         whole = sum(xs) if self.gather_dim is None else torch.cat(xs, self.gather_dim)
         assert isinstance(whole, Tensor)
         if self.reduce_op == "avg":

@@ -78,11 +78,9 @@ class PretendedGpu:
             yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
     def know(self, tensors: Iterable[Tensor | None]) -> None:
-        """Tensors that ops of torch have made."""
         self._made += [tensor for tensor in tensors if tensor is not None]
 
     def streams(self) -> range:
-        """The handles of the streams that have been made."""
         return range(Stream.created)
 
     @contextmanager
@@ -94,7 +92,6 @@ class PretendedGpu:
         self.forget()
 
     def forget(self) -> None:
-        """End a call: what it has made is gone."""
         del self._made[self._lasting :]
 
     def _on_host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:

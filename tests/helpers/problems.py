@@ -106,7 +106,6 @@ class Problem:
         return arguments[self.op]
 
     def call(self, inputs: Inputs, group: Any = None, **options: Any) -> Any:
-        """Call the function that users call. Every rank of ``group`` calls it."""
         args, kwargs = self._user_arguments(inputs, group)
         return getattr(fusedcomm, self.op)(*args, **kwargs, **options)
 
@@ -125,10 +124,7 @@ class Problem:
         return [x, w, *dims, group], options
 
     def dispatched(self, inputs: Inputs, by_product: bool = False) -> tuple[Any, ...]:
-        """The arguments of ``torch.ops.fusedcomm.<op>`` on WORLD.
-
-        ``by_product``: ask for the second result, if there is one.
-        """
+        """The arguments of ``torch.ops.fusedcomm.<op>`` on WORLD; ``by_product``: ask for the second result."""
         x, w, bias = inputs
         if self.op == "all_gather_matmul" and isinstance(w, Tensor):
             w, bias = [w], [bias]
@@ -193,7 +189,6 @@ def _integers(shape: list[int], seed: int) -> Tensor:
 
 
 def flat(inputs: Inputs) -> list[Tensor | None]:
-    """x, the weights and the biases in one list."""
     x, w, bias = inputs
     if isinstance(w, Tensor):
         return [x, w, bias]
@@ -201,7 +196,6 @@ def flat(inputs: Inputs) -> list[Tensor | None]:
 
 
 def unflat(problem: Problem, tensors: Sequence[Tensor | None]) -> Inputs:
-    """The reverse of `flat`."""
     x, *rest = tensors
     assert x is not None
     half = len(rest) // 2
@@ -213,10 +207,7 @@ def unflat(problem: Problem, tensors: Sequence[Tensor | None]) -> Inputs:
 def whole_group(
     problem: Problem, inputs: Sequence[Sequence[Tensor | None]], group_size: int
 ) -> tuple[list[list[Tensor]], list[Tensor] | None]:
-    """Run the program of all ranks in one process.
-
-    Returns each rank's results, and its exchanged or gathered x. ``inputs`` is made by `flat`.
-    """
+    """Each rank's results, and its exchanged or gathered x, by one process; ``inputs``: of `flat`, by rank."""
     num_ws = len(problem.ns)
     xs, ws, biases = [i[0] for i in inputs], [i[1 : 1 + num_ws] for i in inputs], [i[1 + num_ws :] for i in inputs]
 

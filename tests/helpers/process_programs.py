@@ -36,7 +36,6 @@ def start(rank: int, port: int) -> None:
 
 
 def use(calls: int = 3) -> None:
-    """Run an op forward and backward, and check its values."""
     import fusedcomm
 
     with fusedcomm.force_algorithm("chunked", strict=True):
@@ -57,10 +56,7 @@ def keep_symmetric_memory() -> None:
 
 
 def in_child(end: Callable[[], object]) -> int:
-    """The exit code of a forked child that does this and ends as interpreters end.
-
-    It is -9 if the child hung and was killed.
-    """
+    """The exit code of a forked child that does this and ends as interpreters do; -9 if it hung."""
     child = os.fork()
     if child == 0:
         end()
@@ -79,9 +75,7 @@ def in_child(end: Callable[[], object]) -> int:
 
 
 def left_open(rank: int, port: int) -> None:
-    """The process ends with a group, a workspace and memory of its own. fusedcomm was imported after
-    init_process_group.
-    """
+    """The process ends with all open. fusedcomm was imported after init_process_group."""
     assert "fusedcomm" not in sys.modules
     start(rank, port)
     use()

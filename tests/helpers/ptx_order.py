@@ -72,10 +72,7 @@ class PathFacts:
 
 
 def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
-    """One line per instruction that a path reaches too early, with the `Rule` that it breaks.
-
-    ``reads_after_wait``: check that loads come after the wait for their flag.
-    """
+    """A line per instruction that a path reaches too early. ``reads_after_wait``: loads come after their flag."""
     instructions, labels = parse(ptx)
     found: set[tuple[int, str]] = set()
     seen: set[tuple[int, PathFacts]] = set()
@@ -200,7 +197,6 @@ def _next_turn(facts: PathFacts, body: list[Instruction]) -> PathFacts:
 
 
 def parse(ptx: str) -> tuple[list[Instruction], dict[str, list[int]]]:
-    """The instructions of the (single) kernel of a module, and what each label points to."""
     instructions: list[Instruction] = []
     labels: dict[str, list[int]] = {}
     body = ptx[ptx.index(".entry") :]

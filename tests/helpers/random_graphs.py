@@ -236,7 +236,6 @@ class _Builder:
         self.call(aten._to_copy.default, x, dtype=dtype, bound=self.bound(x))
 
     def draw(self) -> None:
-        """Random numbers, as integers."""
         x = self.small(self.any(lambda val: val.is_floating_point()), 2)
         if self.rng.random() < 0.5:
             both = self.call(aten.native_dropout.default, x, 0.5, True, bound=2 * self.bound(x))

@@ -75,7 +75,6 @@ def with_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def strided(tensor: Tensor, rng: random.Random) -> Tensor:
-    """The same values, in memory in any order."""
     dims = rng.sample(range(tensor.ndim), tensor.ndim)
     back = sorted(range(tensor.ndim), key=dims.__getitem__)
     return tensor.permute(dims).contiguous().permute(back)
@@ -113,7 +112,6 @@ def exchanged(sents: list[execute.Sent]) -> tuple[list[Tensor], Traffic]:
 
 
 def collective(kind: str, reduce_op: str | None, sents: list[execute.Sent]) -> tuple[list[Tensor], Traffic]:
-    """What torch's collective of that name gives each rank of the process group."""
     tensors, size = [sent.tensor for sent in sents], len(sents)
     if kind == steps.SLICE:
         return tensors, Traffic([0.0], [0.0])
@@ -145,10 +143,7 @@ def groups_of(step: Step) -> list[list[Coordinate]]:
 
 
 def carry_out(step: Step, held: Locals, rng: random.Random, shuffle: bool) -> Locals:
-    """Carry out a step for all ranks, in groups whose ranks are shuffled against the mesh.
-
-    Checks that what was sent is what ``step.traffic`` says.
-    """
+    """A step by all ranks, whose order in groups may be shuffled; what they send is ``step.traffic``."""
     result: Locals = {}
     for members in groups_of(step):
         size = len(members)

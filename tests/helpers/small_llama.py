@@ -75,7 +75,6 @@ class Llama(nn.Module):
 
 
 def llama(dtype: torch.dtype = torch.float32, seed: int = 0) -> Llama:
-    """The same parameters on every rank."""
     torch.manual_seed(seed)
     return Llama().to(dtype)
 

@@ -82,10 +82,7 @@ SENTINEL = 0xA7  # in every byte: what no test sends
 
 @contextmanager
 def pushed() -> Iterator[Pushed]:
-    """Fill each part of a peer's slot with a sentinel before it is written. What differs at the signal was sent.
-
-    Calls run in Python, and through slots alone.
-    """
+    """Slots are filled with a sentinel before they are written: what differs at the signal was sent."""
     seen, step = Pushed(), python_executor.Execution.step
     written: dict[int, list[Tensor]] = defaultdict(list)  # by dst_rank, in this round
 

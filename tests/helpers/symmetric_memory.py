@@ -37,7 +37,6 @@ def make(numel: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Any]:
 
 
 def footprint() -> tuple[int, int]:
-    """The mappings of symmetric memory and the file descriptors of this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("/memfd:fusedcomm-")
     num_fds = 0
@@ -61,7 +60,6 @@ def timeout(seconds: float) -> Iterator[None]:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """The text of the exception that the call must raise, its type first."""
     try:
         call()
     except (RuntimeError, ValueError) as error:

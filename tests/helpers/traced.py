@@ -35,7 +35,6 @@ class Traced:
         return node
 
     def add(self, op: str, target: Any, args: tuple[Any, ...]) -> Node:
-        """Add a node without a known value."""
         if op == "call_module":
             self.root.add_module(target, torch.nn.ReLU(inplace=True))
         return self.graph.create_node(op, target, args)

@@ -258,7 +258,6 @@ def draw(random: Random, num_ranks: int) -> Uneven:
 
 
 def random_sizes(random: Random, total: int, num_ranks: int) -> Sizes:
-    """Sizes that add up to ``total``."""
     cuts = [0, *sorted(random.randint(0, total) for _ in range(num_ranks - 1)), total]
     return tuple(end - start for start, end in itertools.pairwise(cuts))
 

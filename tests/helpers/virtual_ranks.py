@@ -94,10 +94,7 @@ def guarded(shape: list[int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor,
 
 
 def assert_results(padded: list[tuple[Tensor, tuple[Tensor, Tensor]]], expected: list[Tensor]) -> None:
-    """Check that results are bit-equal and nothing is written beside them.
-
-    ``padded``: the tensors that ``guarded`` makes.
-    """
+    """Results are bit-equal, nothing is written beside them. ``padded``: of `guarded`."""
     for (out, guards), value in zip(padded, expected, strict=True):
         torch.testing.assert_close(out, value, rtol=0, atol=0)
         assert all(torch.isnan(guard).all() for guard in guards)

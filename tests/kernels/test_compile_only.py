@@ -48,7 +48,6 @@ BOUNDED_PRODUCTS = {
 
 
 def counts_of(compiled: Compiled, kernel_name: str) -> dict[str, dict[str, int]]:
-    """Instruction counts of the half-precision matmuls."""
     return {
         name: kernel["counts"]
         for name, kernel in compiled.items()
@@ -94,9 +93,7 @@ BY_POINTER = {"push pointers", "push rows scattered", "push odd", "gather ragged
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_loads_and_stores_are_as_wide_as_rows_allow(compiled: Compiled, target: Target, name: str) -> None:
-    """By TMA where rows of x and w begin at multiples of 16 bytes. Other loads fly ahead too, but not where Triton
-    leaves out their fence, nor where they are of 2 bytes.
-    """
+    """By TMA where rows begin at multiples of 16 bytes. Other loads fly ahead too, if fenced and not of 2 bytes."""
     stored, loaded = WIDTHS[name]
     counts = compiled[name]["counts"]
     by_tma, fenced = target.arch >= 90 and name not in BY_POINTER, target.arch < 90 or target.triton != "3.6"

@@ -117,9 +117,7 @@ def test_mismatch_is_found_on_both_sides(kernel: str) -> None:
 @by_kernel
 @pytest.mark.parametrize("arrived", [True, False])
 def test_broken_by_a_peer(arrived: bool, kernel: str) -> None:
-    """If all data are there, the peer that gave up may have overwritten them. If not, the record has who did not
-    send.
-    """
+    """Data that are there may have been overwritten by the peer that gave up; else the record has who did not send."""
     ranks = ranks_of(kernel, 3)
     for rank in ranks[: 3 if arrived else 2]:
         send(kernel, rank)

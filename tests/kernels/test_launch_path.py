@@ -45,9 +45,7 @@ Cases = dict[str, dict[str, Any]]  # by name
 
 
 def run(compilers: Compilers, target: Target, *suites: str, timeout_s: float = 600) -> list[Any]:
-    """Lines of a process of tests/helpers/launch_path.py. It compiles the driver, and Triton its launchers; kernels
-    that the session has compiled for the target are in its folder.
-    """
+    """Lines of a process of tests/helpers/launch_path.py, which takes kernels that the session has compiled."""
     if shutil.which("cc") is None or not PYTHON_H.exists():
         pytest.skip(f"a launch needs a C compiler, cc, and {PYTHON_H}")
     if not target.is_there():
@@ -160,7 +158,6 @@ LAUNCHED = TARGETS[1]  # has tensor maps
 
 @pytest.fixture(scope="module")
 def broken(compilers: Compilers) -> dict[str, Cases]:
-    """By suite."""
     cases = run(compilers, LAUNCHED, "planted", "slots")
     return {suite: {case["case"]: case for case in cases if case["suite"] == suite} for suite in ("planted", "slots")}
 
@@ -286,7 +283,6 @@ def check_calls(cases: list[dict[str, Any]]) -> None:
 
 
 def launched_rounds(case: dict[str, Any]) -> int:
-    """The rounds of a call, each of which must have launched what it must."""
     assert case["refused"] is None, case
     streams = {0: "main"} | {int(handle): name for handle, name in case["streams"].items()}
     launches = [(each["kernel"].removesuffix("_kernel"), streams[each["stream"]]) for each in case["launches"]]

@@ -24,7 +24,6 @@ SLOT_BYTES = 1 << 12
 
 
 def guarded() -> Workspace:
-    """The workspace of rank 0 of two, in plain memory."""
     size = Workspace.num_bytes(2, SLOT_BYTES, GUARD_BYTES)
     segments = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     for segment in segments:

@@ -88,7 +88,6 @@ def test_reset_against_close_is_a_mismatch(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
-    """One rank has no memory for the workspace: all run unfused, and say why, until a reset."""
     problem = BY_NAME["rows-gathered"]
 
     def refuse(*args: Any) -> None:
@@ -113,7 +112,6 @@ def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_forked_child_is_no_rank(rank: int) -> None:
-    """A forked child shares the parent's mapping; it must not take part in the protocol."""
     with fresh_group() as group:
         check(group, HEADS, call(group, HEADS))
         refuse_a_forked_child(group, HEADS)
@@ -154,7 +152,6 @@ def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_is_late_for_the_first_call_does_not_meet_the_second(rank: int) -> None:
-    """The first call of one rank must not meet the second one of another that has given up on the first."""
     with fresh_group(TIMEOUT_S="1") as group:
         if rank == 0:
             with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
@@ -241,7 +238,6 @@ def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, tmp_path: P
 
 @on_ranks(2)
 def test_a_reset_that_a_rank_missed_can_be_repeated(rank: int) -> None:
-    """A reset that a rank misses ends in time and can be repeated."""
     with fresh_group(TIMEOUT_S="1") as group:
         check(group, HEADS, call(group, HEADS))
         dist.barrier(group)

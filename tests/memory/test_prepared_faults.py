@@ -37,10 +37,7 @@ FACTS = ("op", "group_name", "device", "exchange", "dtype", "ranks", "resets", "
 
 @contextmanager
 def prepared_group(timeout_s: float = 20.0) -> Iterator[Any]:
-    """A group whose calls of HEADS are prepared; after what fails inside, it is reset and used.
-
-    ``timeout_s``: of waits in calls, until then.
-    """
+    """Calls of HEADS are prepared; after what fails inside it is reset and used. ``timeout_s``: of waits until then."""
     with started_group("chunked") as group:
         check_prepared(group, HEADS, torch.float32)
         member_of(group).workspace.timeout_s = timeout_s
@@ -51,7 +48,6 @@ def prepared_group(timeout_s: float = 20.0) -> Iterator[Any]:
 
 
 def fails(group: Any) -> Any:
-    """The error of a call that is prepared."""
     with python_calls() as ran, pytest.raises(fusedcomm.PeerError) as caught:
         call(group, HEADS)
     assert ran == []

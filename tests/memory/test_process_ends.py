@@ -21,7 +21,6 @@ CRASHES = ("Fatal", "terminate called", "Segmentation", "core dumped")
 
 
 def run(name: str) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each rank."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "FUSEDCOMM_TIMEOUT_S": "30"}
     command = [sys.executable, "-X", "faulthandler", "-m", "tests.helpers.process_programs", name]

@@ -54,7 +54,6 @@ def test_same_name_other_members(rank: int) -> None:
 
 
 def check_peers(t: torch.Tensor, handle: Any) -> None:
-    """All ranks find what the others have written."""
     t.fill_(handle.rank)
     handle.barrier()
     peers = range(handle.world_size)

@@ -78,8 +78,6 @@ def closed(group: dist.ProcessGroup) -> None:
 
 
 def groups(rank: int, num_groups: int, use: Callable[[dist.ProcessGroup], None]) -> Held:
-    """Groups are made, used and destroyed."""
-
     def once() -> None:
         group = dist.new_group()
         assert isinstance(group, dist.ProcessGroup)

@@ -130,7 +130,6 @@ def local(t: Any) -> Tensor:
 
 
 def of_all_ranks(t: Tensor, case: Case, name: str) -> Tensor:
-    """The gradient that one process has."""
     if isinstance(t, DTensor):
         return t.full_tensor()
     if case.summed and name != "result":

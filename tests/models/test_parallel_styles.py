@@ -210,7 +210,6 @@ def trained(model: nn.Module) -> Run:
 
 
 def steps(model: nn.Module) -> tuple[Dispatched, Dispatched]:
-    """What a forward and its backward call."""
     with Dispatched() as forward:
         loss = loss_of(lambda tokens: model(tokens).logits, batch_of(0))
     with Dispatched() as backward:

@@ -53,7 +53,6 @@ def mesh_of_pairs() -> DeviceMesh:
 
 
 def parallel_mlp(plain: MLP, mesh: DeviceMesh, sequence_dim: int | None) -> MLP:
-    """The norm stays plain."""
     model = copy.deepcopy(plain)
     tokens = Replicate() if sequence_dim is None else Shard(sequence_dim)
     plan = {"up": ColwiseParallel(input_layouts=tokens), "down": RowwiseParallel(output_layouts=tokens)}
@@ -131,7 +130,6 @@ def loss_of(y: Tensor, mask: Tensor, row: Row, count: Tensor) -> Tensor:
 
 
 def counted(mask: Tensor, row: Row) -> Tensor:
-    """The number of tokens on all ranks: each rank counts its own, and those that hold the same count them once."""
     count = mask.sum().clone()
     dist.all_reduce(count)
     return count / ((1 if row.averaged else AXIS) * (1 if row.summed else AXIS))

@@ -43,8 +43,6 @@ class GpuWorkspace:
 
 
 class GpuTensor:
-    """An x on a GPU."""
-
     device, dtype, is_cuda = GPU, BF16, True
 
 
@@ -167,7 +165,6 @@ def test_what_is_kept_is_bounded_and_the_latest(monkeypatch: pytest.MonkeyPatch)
 
 
 def made_by(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The workspaces that the group makes from now on."""
     made: list[Any] = []
 
     def make(ours: Member, num_bytes: int, op: str, fingerprint: int) -> Any:

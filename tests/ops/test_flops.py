@@ -24,7 +24,6 @@ def counted(run: Any) -> int:
 @on_ranks(3)
 @pytest.mark.parametrize("op", OPS)
 def test_forward(rank: int, op: str) -> None:
-    """The oracle counts the matmuls of all ranks in one process; they are alike."""
     size = dist.get_world_size()
     for problem in TABLES[op]:
         inputs = [flat(integers(problem, r, size)) for r in range(size)]

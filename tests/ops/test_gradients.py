@@ -18,7 +18,6 @@ from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, intege
 
 
 def leaves(problem: Problem, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
-    """x, the weights and the biases as leaves."""
     tensors = flat(integers(problem, rank, dist.get_world_size(), dtype))
     return [t if t is None else t.detach().requires_grad_() for t in tensors]
 

@@ -121,9 +121,7 @@ def test_a_rank_that_keeps_its_results_posts_nothing(rank: int) -> None:
 
 
 def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> int:
-    """Calls in an order that all ranks share; what is held, and who is late, differs by rank. Returns how many chunks
-    have come in place.
-    """
+    """Calls in an order that ranks share; what is held, and who is late, differs. Returns the chunks come in place."""
     rank = dist.get_rank(group)
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     held: list[tuple[Problem, int, list[Tensor]]] = []

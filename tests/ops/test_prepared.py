@@ -71,7 +71,6 @@ def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
 
 
 def check_expanded(group: Any, ran: list[str]) -> None:
-    """x and w repeat one row and one element."""
     row, element, before = torch.arange(5.0), torch.ones(()), len(ran)
     for i in range(CALLS):
         x, w = (row + i).expand(4, 5), (element * i).expand(5, 6)
@@ -290,7 +289,6 @@ def test_the_table_is_bounded(rank: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", PREPARED)
 def test_threads(rank: int, algorithm: str) -> None:
-    """Calls of one kind from several threads at once, which are all alike."""
     x, w = torch.arange(8.0).view(4, 2) + rank, torch.eye(2)
     with started_group(algorithm) as group:
         want = fusedcomm.matmul_all_reduce(x, w, group)

@@ -92,7 +92,6 @@ def warnings() -> Iterator[list[str]]:
 
 
 def plan_of_all(group: Any, problem: Problem) -> Plan:
-    """The plan, which must be equal on all ranks."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     plans: list[Any] = [None] * size
     dist.all_gather_object(plans, problem.plan(integers(problem, rank, size), group), group)

@@ -35,7 +35,6 @@ NATIVE_NODE = "torch::autograd::CppNode<fusedcomm::TrainingNode>"
 
 
 def formula_runs() -> AbstractContextManager[list[Formula]]:
-    """The formulas whose backward runs in Python inside."""
     return first_arguments(Formula, "run")
 
 
@@ -106,9 +105,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def check_steps(rank: int, problem: Problem, algorithm: str, frozen: str = "", **options: Any) -> None:
-    """Gradients equal those of the whole group's program in float64, and no Python runs from the third step on, nor
-    any backward in Python.
-    """
+    """Gradients are those of the whole group's program; from the third step on no Python runs, nor backwards."""
     size = dist.get_world_size()
     wants = expected_gradients(problem, rank, size)
     kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
@@ -277,7 +274,6 @@ def anomalies(step: Step) -> Any:
 
 
 def some_inputs(step: Step) -> Any:
-    """Gradients of one input at a time, though the others require some too."""
     outs = step.call()
     return [torch.autograd.grad(outs, leaf, step.weights(outs), retain_graph=True) for leaf in step.leaves]
 

@@ -65,7 +65,6 @@ CASES: dict[str, tuple[int, Uneven]] = {
 def results(
     case: Uneven, rank: int, num_ranks: int, seed: int, group: Any = None, **options: Any
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """This rank's result and gradients: of the op, and of the whole group's program."""
     inputs = case.inputs(num_ranks, seed)
     whole = [tuple(None if t is None else t.double().requires_grad_() for t in each) for each in inputs]
     wanted = case.expected(whole)  # type: ignore[arg-type]

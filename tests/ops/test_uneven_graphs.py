@@ -58,9 +58,7 @@ def inputs(program: Any, total: int, rank: int, world_size: int) -> list[Tensor]
 @on_ranks(2)
 @pytest.mark.parametrize("program", [into, out_of, gathered, reduced])
 def test_two_graphs_are_enough_for_every_remainder(rank: int, program: Any) -> None:
-    """From 4 tokens on each rank has several; lengths of 0 and 1 have graphs of their own. A length that R divides says
-    no rank out of attention.
-    """
+    """From 4 tokens on each rank has several; lengths of 0 and 1 have graphs of their own."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)

@@ -45,7 +45,6 @@ def formulas_of(op: str) -> str:
 
 
 def table_rows(text: str, first_heading: str) -> Iterator[list[str]]:
-    """The cells of the rows of every table whose first heading is ``heading``."""
     inside = False
     for line in text.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] if line.startswith("|") else []

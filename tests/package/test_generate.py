@@ -48,7 +48,6 @@ MEMBERS = dict(pair for each in PUBLIC.values() for pair in members(each))
 
 
 def entries(docstring: str, heading: str) -> set[str]:
-    """The names that are indented below the heading."""
     section = re.search(rf"^{heading}:\n((?:    .*\n?)+)", docstring, re.M)
     return set(re.findall(r"^    (\w+): ", section[1], re.M)) if section else set()
 

@@ -237,7 +237,6 @@ def listening(pids: list[int]) -> set[Any]:
 
 
 def reachable(addresses: set[Any]) -> set[Any]:
-    """The addresses that other hosts can reach."""
     return {each for each in addresses if not (getattr(each, "ipv4_mapped", None) or each).is_loopback}
 
 

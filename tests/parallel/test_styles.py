@@ -88,7 +88,6 @@ def whole(t: Tensor) -> Tensor:
 
 
 def step(linear: nn.Linear, x: Tensor) -> tuple[list[Any], Dispatched]:
-    """The result, and the gradients of x and of the parameters."""
     with Dispatched() as spy:
         y = linear(x)
         local = y.to_local() if isinstance(y, DTensor) else y

@@ -128,9 +128,7 @@ def test_unfused_pays_for_the_collective_and_its_copies(op: str) -> None:
 
 
 def test_chunked_hides_transfers_behind_matmuls_and_the_other_way_round() -> None:
-    """With c = FLOPS / 4 / rate and l = latency + chunk / link, the time is the longer of both sums, and one of the
-    shorter.
-    """
+    """With c = FLOPS / 4 / rate and l = latency + chunk / link: the longer of both sums, and one of the shorter."""
     op, chunk_flops = "matmul_all_to_all", FLOPS / 4
     link = {"link_bandwidth": CHUNK / 0.5, "link_latency": 0.5}  # l = 1 s
     for c in (0.25, 4.0):

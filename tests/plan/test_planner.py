@@ -268,9 +268,7 @@ def test_what_a_slot_does_not_bound_is_counted_in_32_bits(
 def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
     op: str, group_size: int, within: float
 ) -> None:
-    """The choice is that of the rule before the model, on which the README's figures for 2 ranks rest, or else near the
-    best.
-    """
+    """On this choice the README's figures for 2 ranks rest."""
     program = PROGRAMS[op]
     forward = itertools.product((512, 2048, 2500), program.k, program.n)
     each = group_size if program.cut == "rows" else 1
@@ -323,7 +321,6 @@ def test_a_capture_never_plans_what_an_eager_call_has_not_loaded(capturing: list
 
 
 def test_a_call_is_estimated_once(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is made in every call."""
     count = [0]
 
     class Counted(model.TimedCall):
@@ -360,8 +357,6 @@ def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, capturing: 
 
 
 class FakeNVML:
-    """GPUs named by their UUID; ``cut`` are the pairs without NVLink."""
-
     NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_CAPS_INDEX_WRITE, NVML_P2P_STATUS_OK = 2, 1, 0
 
     def __init__(self, *cut: tuple[str, str]) -> None:

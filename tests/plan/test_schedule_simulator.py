@@ -105,7 +105,6 @@ GATHERED = {  # microseconds, and with the own chunk in the slot
 
 
 def gather_us(rows: int, n: int) -> float:
-    """Microseconds of one of 4 calls that gather rows, without the time of the host."""
     problem = Problem("rows", (rows, 4096), n, 0, op="all_gather_matmul")
     enqueued = World(4, 1 << 30, "fused").enqueue(calls([problem] * 4, twice=False))
     return 1e6 * simulate(enqueued, replace(H200, host=0)).total / 4

@@ -134,7 +134,6 @@ def test_groups_on_several_hosts_measure_what_they_can_run(
 
 @contextlib.contextmanager
 def tune_threads() -> Iterator[None]:
-    """A rank's threads: one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

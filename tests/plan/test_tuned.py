@@ -233,7 +233,6 @@ def test_all_ranks_write_and_verify(ranks: Any, tmp_path: Path) -> None:
 
 
 def read_nothing(rank: int, directory: str) -> str:
-    """Rank 1 finds none of what it wrote."""
     with own_cache(directory), mock.patch.object(tuned, "read", lambda *key: None if rank else FAST):
         assert dist.group.WORLD is not None
         with pytest.raises(OSError) as caught:

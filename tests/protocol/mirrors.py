@@ -32,7 +32,6 @@ def digest(place: str, names: str, text: str | None = None) -> str:
 
 
 def complaints(mirrors: Mirrors, table: str) -> list[str]:
-    """The changes, and what to do about them."""
     return [
         WHAT_TO_DO.format(place=place, names=names, part=part, table=table, digest=digest(place, names))
         for part, places in mirrors.items()

@@ -125,7 +125,6 @@ class ProtocolModel:
         return step if step is not None and step.what == "enter" and free else None
 
     def _between(self, r: int, rank: Rank) -> Step | None:
-        """The step that begins the next call, for a rank that has completed those before."""
         step = self._next_send(r, rank)
         return step if step is not None and step.what == "enter" and not rank.error and not rank.breaking else None
 
@@ -244,7 +243,6 @@ class ProtocolModel:
         return f"rank {r}: breaks the header of {dst}, round {epoch}", after
 
     def _raised(self, state: State, r: int, rank: Rank) -> State:
-        """Every further call raises too, until the next reset or the end."""
         sends, receives = self.programs[r]
         resets = [i for i, step in enumerate(receives) if step.what == "arrive" and i >= rank.received]
         done = (receives[resets[0]].after, resets[0]) if resets else (len(sends), len(receives))

@@ -19,8 +19,6 @@ from tests.protocol.state import with_word
 
 @dataclass(frozen=True)
 class ProgramRules:
-    """Every default is what the code does."""
-
     num_programs: tuple[int, int] = (2, 1)  # programs of each kernel, by rank: more of both would be too many states
     last_signals: bool = True  # the last program, not the first that has stored
     clears_counter: bool = True

@@ -119,7 +119,6 @@ AT_ONCE = ("stamp", "place", "mark")
 
 
 def in_rounds(call: Call, count: int) -> Call:
-    """A call larger than a slot."""
     assert call.traffic is not None
     return replace(call, traffic=replace(call.traffic, num_rounds=count))
 

@@ -62,10 +62,7 @@ def reduced(
 
 
 def num_different(nested: Any, after: list[Placement], outs: list[Tensor | None]) -> int:
-    """The number of elements that some holder has otherwise than the first.
-
-    Holders differ in mesh dims that do not shard.
-    """
+    """Elements that holders, which differ in mesh dims that do not shard, have otherwise than the first one."""
     holders: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for coordinate in np.ndindex(*np.array(nested).shape):
         place = tuple(c if isinstance(p, Shard) else -1 for p, c in zip(after, coordinate, strict=True))
@@ -86,9 +83,7 @@ def test_all_holders_of_an_element_have_the_same_bits(
 
 
 def test_replicas_of_torch_differ(ranks: Ranks) -> None:
-    """torch goes one mesh dim at a time, with groups whose ranks ascend: each row sums its three parts in another
-    order.
-    """
+    """torch goes one mesh dim at a time: each row sums its three parts in another order."""
     nested, before, after, shape = CASES[0]
     outs = ranks(8).run(reduced, nested, before, after, shape, "torch")
     assert num_different(nested, after, outs) > 50

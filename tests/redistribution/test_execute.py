@@ -127,8 +127,6 @@ COLLECTIVES = {
 
 
 class Spy(TorchDispatchMode):
-    """Records the names of functional collectives."""
-
     def __init__(self) -> None:
         super().__init__()
         self.called: list[str] = []

@@ -44,7 +44,6 @@ def members_of(mesh: Any, mesh_dims: tuple[int, ...], rank: int) -> list[int]:
 
 
 def gathered(flat: mesh_groups.FlatGroup) -> list[int]:
-    """What a collective on the group really brings together, in its order."""
     own = torch.tensor([dist.get_rank()])
     return torch.ops._c10d_functional.wait_tensor(
         torch.ops._c10d_functional.all_gather_into_tensor(own, flat.pg.size(), flat.group_name)

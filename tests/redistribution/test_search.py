@@ -172,10 +172,7 @@ def shuffled(rng: random.Random, ops: Sequence[str] = ("sum", "max")) -> tuple[S
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_lead_from_before_to_after(seed: int) -> None:
-    """The cuts are in any order.
-
-    No plan is worse than one mesh dim at a time, or needs more than two collectives there.
-    """
+    """Cuts are in any order. No plan is worse than one mesh dim at a time."""
     rng = random.Random(seed)
     for _ in range(150):
         before, after = shuffled(rng)
@@ -246,10 +243,7 @@ class Planned(Plan):
 
 
 def exact(rng: random.Random, num: int) -> set[tuple[str, bool, str, bool]]:
-    """Check plans in a simulated world, against an oracle that cuts and reduces whole tensors.
-
-    Returns how steps were sent: (kind, is_regular, sends_as, is_padded).
-    """
+    """Checks plans in a simulated world; returns how steps were sent: (kind, is_regular, sends_as, is_padded)."""
     seen = set()
     while num:
         before, after = shuffled(rng, ["sum", "avg", "max", "min", "product"])
@@ -270,9 +264,7 @@ def exact(rng: random.Random, num: int) -> set[tuple[str, bool, str, bool]]:
 
 
 def test_links_of_several_mesh_dims() -> None:
-    """There are 2 nodes of 4, with groups inside, across (1 card), and both (4 cards, which reach what a ring inside
-    does).
-    """
+    """2 nodes of 4: groups inside, across (1 card), and both (4 cards, which reach a ring inside)."""
     over = links((2, 4), ranks_per_node=4)
     latency, inside = DEFAULTS["cuda"].backend_latency["all_gather"], DEFAULTS["cuda"].backend_bandwidth["all_gather"]
     assert over.seconds("all_gather", 1e9, (1,)) == latency + 1e9 / inside

@@ -39,9 +39,7 @@ def mesh_of(mesh_shape: Sequence[int]) -> Iterator[DeviceMesh]:
 
 
 class Started(TorchDispatchMode):
-    """The collectives that torch starts on rank 0, which has the largest shards: kind, mesh dims, elements sent. It has
-    every flattened mesh to merge over.
-    """
+    """(kind, mesh dims, elements sent) of each collective of torch on rank 0, which has every flattened mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()

@@ -32,6 +32,5 @@ def order(rank: int, dtype: torch.dtype, kept: bool) -> list[str]:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_own_part_is_multiplied_before_the_first_wait(ranks: Any, kept: bool) -> None:
-    """The own part is multiplied first, unless the sums would be rounded in between."""
     assert ranks(2).run(order, torch.float32, kept) == [["matmul", "wait", "matmul"]] * 2
     assert ranks(2).run(order, torch.bfloat16, kept) == [["wait", "matmul"]] * 2

@@ -125,7 +125,6 @@ class Run:
         return (x, w, bias) if isinstance(w, list) else (x, [w], [bias])
 
     def expected(self, seed: int) -> list[list[Tensor]]:
-        """The results of every rank."""
         if isinstance(self.problem, NormCase):
             return [[t.to(self.dtype) for t in self.problem.problem(self.group_size, seed).results]] * self.group_size
         if isinstance(self.problem, Uneven):
@@ -140,7 +139,6 @@ class Run:
         return outs
 
     def finish(self, seed: int) -> None:
-        """Run it all in one order, and compare."""
         self.gpus.run_all(seed)
         for seed in range(self.num_calls):
             for workspace, wanted in zip(self.workspaces, self.expected(seed), strict=True):

@@ -41,7 +41,6 @@ QUICK = ["heads", "heads-back", "summed-for-one"]
 
 @pytest.fixture(autouse=True)
 def pieces_of_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matmuls and copies of parts, as for large tensors, and calls in two rounds."""
     monkeypatch.setattr(exchange, "FEW_ROWS", 0)
     monkeypatch.setattr(exchange, "MIN_RUN", 1)
     cut_in(2, monkeypatch)

@@ -17,7 +17,6 @@ from tests.soak.uneven_call import UnevenValues
 
 
 def arguments(data: KnownValues | UnevenValues, rank: int, inputs: Any, group: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the op's function."""
     if isinstance(data, UnevenValues):
         return uneven_call.arguments(data, rank, inputs, group)
     case = data.case

@@ -22,8 +22,6 @@ class Failure:
 
 @dataclass
 class SoakOutcome:
-    """What one rank, all ranks, or many programs have found."""
-
     tally: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     failures: list[Failure] = field(default_factory=list)
     broken: bool = False  # a rank has left its program: its process groups are of no more use

@@ -59,7 +59,6 @@ class SoakGroups:
             self.meshes[group.number] = (self._mesh, group.kind)
 
     def handle(self, group: SoakGroup) -> Any:
-        """What an op is given."""
         made = self.made[group.number]
         forms = {"group": made, "name": made.group_name, "mesh": self.meshes.get(group.number), "none": None}
         return forms[group.form]
@@ -76,6 +75,5 @@ class SoakGroups:
         self._make(group)
 
     def destroy(self) -> None:
-        """Destroy the groups when all ranks have come to the end."""
         for made in [each for each in c10d._world.pg_map if each not in self.before]:
             dist.destroy_process_group(made)

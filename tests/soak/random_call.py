@@ -46,7 +46,6 @@ class SoakCase:
     largest: int = LARGEST
 
     def __str__(self) -> str:
-        """The fields that differ from the defaults."""
         told = [f for f in fields(self) if f.name not in ("op", "dtype") and getattr(self, f.name) != f.default]
         facts = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in told)
         return f"{self.op}({str(self.dtype).removeprefix('torch.')}, {facts})"
@@ -117,7 +116,6 @@ def draw(random: Random, group_size: int) -> SoakCase:
 
 
 def _size(random: Random) -> tuple[int, int, int]:
-    """A size for rows, K and N."""
     kind = random.random()
     if kind < 0.8:
         return random.randint(0, 9), random.choice((0, *range(1, 13))), random.randint(1, 6)

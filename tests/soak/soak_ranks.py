@@ -29,7 +29,6 @@ class SoakRanks:
         self._call: world.CallRanks | None = None
 
     def run(self, seed: int, index: int, steps: Sequence[int] | None = None, deadline: float = math.inf) -> SoakOutcome:
-        """Run a program, the same on all ranks."""
         if self._call is None:
             os.environ.update(SETTINGS[self.device_type])
             ranks = world.ranks(self.device_type, self.size, PROGRAM_S[self.device_type])

@@ -91,7 +91,6 @@ class UnevenValues:
 
 
 def arguments(data: UnevenValues, rank: int, inputs: UnevenInputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the op's function."""
     x, w, bias = inputs
     return [x, w], {"bias": bias, "group": group, **data.case.drawn.arguments(rank, data.case.group_size)}
 

@@ -52,10 +52,7 @@ def run_program(
     steps: Sequence[int] | None = None,
     deadline: float = math.inf,
 ) -> SoakOutcome:
-    """Run a program, as a collective of WORLD, and return what all ranks have found.
-
-    ``steps``: what is left of a program that is cut down. ``deadline``: the outcome says if it is over.
-    """
+    """What all ranks found. ``steps``: what is left of a program that is cut down; ``deadline``: may be over."""
     program = draw_program(seed, index, dist.get_world_size(), device_type)
     if steps is not None:
         program = program.only(steps)

@@ -121,10 +121,7 @@ def values(round: int, rank: int, dtype: torch.dtype) -> Tensor:
 def wrong_programs(
     rank: int, dtype: torch.dtype, num_rounds: int, late_s: float = LATE_S, skipped: int | None = None
 ) -> list[str]:
-    """Calls back to back with fresh data, one rank late after each barrier. Nobody makes the barrier ``skipped``.
-
-    Barrier 0 is the meeting.
-    """
+    """Calls back to back, one rank late after each barrier; nobody makes the barrier ``skipped`` (0: the meeting)."""
     size = dist.get_world_size()
     t, handle = symmetric(dtype), symm_mem.get_symm_mem_workspace(NAME, 4096)
     place = handle.get_buffer(rank, (handle.buffer_size // dtype.itemsize,), dtype)

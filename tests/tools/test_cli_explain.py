@@ -110,7 +110,6 @@ REASON = "matmul_all_reduce: the matmul's result is also returned by the functio
 
 
 def explain_in_rank(rank: int, folder: Path) -> tuple[int, str]:
-    """Run the command in a group that is there, and graphs op by op: Inductor's code takes long to compile."""
     compile_, handler, path, cwd = torch.compile, signal.getsignal(signal.SIGTERM), list(sys.path), Path.cwd()
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))

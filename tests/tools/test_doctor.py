@@ -28,7 +28,6 @@ SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "doctor.json").read
 
 
 def doctor(rank: int, file: Path, *args: str, **env: str) -> tuple[int, str]:
-    """The exit code, and what is printed, in one line. It has an argument for the rank, to run in one."""
     out = io.StringIO()
     with mock.patch.dict(os.environ, env), contextlib.redirect_stdout(out):
         code = main(["doctor", "--json", str(file), *args])
@@ -36,7 +35,6 @@ def doctor(rank: int, file: Path, *args: str, **env: str) -> tuple[int, str]:
 
 
 def levels(file: Path) -> dict[str, dict[str, str]]:
-    """The levels of all findings, by section and name."""
     found, sections = json.loads(file.read_text()), dict[str, dict[str, str]]()
     jsonschema.validate(found, SCHEMA)
     for each in found["findings"]:

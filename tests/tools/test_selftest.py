@@ -120,7 +120,6 @@ def nothing_wrong(rank: int) -> Any:
 def selftest_in_rank(
     rank: int, plant: Callable[[int], Any], *checks: str, options: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    """Run the selftest. This rank has RANK and a group, as under torchrun."""
     kept = {name: selftest_checks.CHECKS[name] for name in checks or selftest_checks.CHECKS}
     out = io.StringIO()
     with contextlib.ExitStack() as stack:

@@ -103,7 +103,6 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune_small(rank: int, workspace_bytes: int, op: str) -> str:
-    """What `_data` refuses to measure."""
     member = members.member(resolve(None)[1], CPU)
     bench = tune._Bench(member, tune.TuneSizes.of("cpu", quick=True), rounds=1)
     before = member.topology

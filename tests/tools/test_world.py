@@ -165,7 +165,6 @@ def run(pids: list[int]) -> bool:
 
 
 def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    """Start a command. Returns it and the 2 ranks that it has started."""
     env = {name: text for name, text in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
     command = subprocess.Popen([sys.executable, "-m", "fusedcomm", *args], cwd=folder, env=env, stderr=subprocess.PIPE)
     pids: list[int] = []

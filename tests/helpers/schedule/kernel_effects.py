@@ -60,7 +60,6 @@ class KernelCall:
 
     @property
     def numel(self) -> int:
-        """The elements of a matmul's chunk."""
         batches, rows, columns = self.spans
         return batches.size * rows.size * columns.size
 
@@ -68,12 +67,10 @@ class KernelCall:
         return Region(self.group.segment(self.rank if rank is None else rank), offset, WORD)
 
     def place(self, name: str) -> Place | None:
-        """A tensor among the arguments, or that of a descriptor."""
         given = self.args.get(name)
         return given.place if isinstance(given, Described) else given
 
     def tensor(self, name: str) -> list[Region]:
-        """All of a tensor; nothing if it is None."""
         place = self.place(name)
         found = None if place is None else self.region_of(place)
         return [] if found is None else [found]

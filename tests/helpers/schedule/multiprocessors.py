@@ -16,8 +16,6 @@ _RESERVED_BYTES = 1 << 10  # each program takes them from shared memory
 
 @dataclass(frozen=True)
 class Footprint:
-    """Resources of one program."""
-
     warps: int
     registers: int  # each thread has these
     shared: int  # bytes
@@ -61,8 +59,6 @@ def footprint(operation: Operation, cublas: Footprint = CUBLAS_FILLS) -> Footpri
 
 
 class Multiprocessors:
-    """The SMs of one GPU, and what they have free."""
-
     def __init__(self, num_sms: int = NUM_SMS) -> None:
         self._free = np.tile((REGISTERS, THREADS, SHARED_BYTES, PROGRAMS), (num_sms, 1))  # [SMs, what is free]
 

@@ -79,8 +79,6 @@ class Mesh(World):
 
 
 class Calls:
-    """One rank's calls."""
-
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.groups = [group for group in world.groups if rank in group.ranks]
@@ -117,7 +115,6 @@ def memory_of(rank: int, group_size: int, slot_bytes: int) -> Memory:
 
 
 def operands(problem: Problem | Uneven, x: Any, ws: list[Any], biases: list[Any]) -> list[Any]:
-    """The operands of the op's program."""
     if problem.op == "matmul_all_to_all":
         return [x, ws[0], biases[0], None]
     if problem.op in GATHERS:
@@ -166,7 +163,6 @@ def exchange_of(problem: Problem | Uneven | Case, memory: Memory) -> Exchange:
 def geometry(
     problem: Problem | Uneven, memory: Memory, dtype: torch.dtype = BF16
 ) -> tuple[Exchange, Any, list[Any], list[Any]]:
-    """The Exchange of a call, and the layouts of x, ws and biases."""
     return (_of_uneven if isinstance(problem, Uneven) else _of_problem)(problem, memory, dtype)
 
 

@@ -71,8 +71,6 @@ class _Late(Execution):
 
 
 class Gpus:
-    """The GPUs of some virtual ranks."""
-
     def __init__(self) -> None:
         self.queued: list[Queued] = []
         self._streams: dict[tuple[int, Stream], walk.Stream] = {}

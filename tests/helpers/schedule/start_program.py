@@ -47,8 +47,6 @@ class Row:
 
 @cache
 def enqueued(direction: str, algorithm: str, num_pairs: int = NUM_PAIRS) -> list[Enqueued]:
-    """Each rank's operations for one direction of the program."""
-
     def program(call: Calls) -> None:
         for _ in range(num_pairs):
             call(PAIR[direction], by_product=direction == BACKWARD)

@@ -90,10 +90,7 @@ class Walk:
     def begin_collective(
         self, group: Group, num_bytes: int, moves: Step | None = None, caller: Hashable = 0, name: str = "all_reduce"
     ) -> list[int]:
-        """NCCL's kernel runs on a stream of its own, and begins when all ranks have begun. Returns its end.
-
-        ``moves``: what it reads and writes.
-        """
+        """NCCL's kernel on its own stream, which begins when all ranks have; returns its end. ``moves``: accesses."""
         stream, own = self.stream(("NCCL", group.name), priority=-1), group.ranks.index(self.rank)
         stream.wait(self.stream(caller).tail)
         self.num_collectives += 1
