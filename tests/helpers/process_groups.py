@@ -14,7 +14,7 @@ from fusedcomm.redistribution import mesh_groups
 
 @contextmanager
 def left_as_found(**env: str) -> Iterator[pytest.MonkeyPatch]:
-    """WORLD is as new inside, under ``settings``; groups that are made inside are destroyed."""
+    """WORLD is as new inside, under these settings; groups that are made inside are destroyed."""
     before = list(c10d._world.pg_map)
     mesh_groups._worlds.clear()
     mesh_groups._meshes.clear()
