@@ -1,4 +1,4 @@
-"""Ranks that end in many ways, for test_process_ends.py: ``-m tests.helpers.process_programs NAME RANK PORT``."""
+"""Ranks that end in many ways, for test_exits.py: ``-m tests.helpers.process_programs NAME RANK PORT``."""
 
 from __future__ import annotations
 

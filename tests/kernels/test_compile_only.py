@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.helpers.compilers import Target
+from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.kernels.conftest import Compiled
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a target waits for a minute's compiling
@@ -192,3 +193,15 @@ def test_the_host_s_memory_gets_no_atomics(name: str, folder: Path, target: Targ
     assert record_pointers(ptx) and not atomics_on_record(ptx)
     for at in record_pointers(ptx):
         assert atomics_on_record(f"{ptx}\n\t@%p1 atom.global.acq_rel.gpu.cas.b64 %rd1, [ {at} + 0 ], %rd2, %rd3;")
+
+
+LARGEST = ("push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
+LARGEST += ("reduce and norm 8192", "norm 8192")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", [Target("installed", 90)], indirect=True, ids=str)
+def test_footprints_are_those_of_the_compiled_kernels(compiled: Compiled, target: Target) -> None:
+    kernels = [compiled[name] for name in LARGEST]
+    found = {each["kernel"]: Footprint(each["num_warps"], each["registers"], each["shared"]) for each in kernels}
+    assert found == KERNELS

@@ -1,7 +1,9 @@
-"""docs/: examples run, tables follow from their formulas, quoted texts and names are those of the sources."""
+"""docs/: tables follow from formulas, figures from files; quoted texts, names and signatures are the sources'."""
 
 import ast
 import importlib
+import inspect
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -303,3 +305,69 @@ def test_an_index_names_every_page(index: str) -> None:
     apart = {"api/README.md"} if index == "README" else set()
     pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
     assert linked == {name for name in pages if not name.startswith("api/")} - {"README.md"} | apart
+
+
+# figures
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / f"bench/results/{name}.json").read_text())
+
+
+def goal(report: Any, name: str) -> float:
+    return next(each["value"] for each in report["goals"] if each["name"] == name)
+
+
+def test_speeds_of_the_ops() -> None:
+    summaries = {each["op"]: each for each in results("cpu-2-ranks-ops")["summary"]}
+    fields = ("speedup_mean", "speedup_minimum", "over_roof_median", "free_exchange")
+    expected = []
+    for op in OPS:
+        ragged = goal(results(f"cpu-2-ranks-ragged-{op}"), "ragged/aligned speed of auto, minimum")
+        figures = [*(summaries[op][field] for field in fields), ragged]
+        expected.append([f"`{op}`", *(f"{figure:.2f}" for figure in figures)])
+    assert sorted(table_rows(page("benchmark"), "op")) == sorted(expected)
+    quoted = [row for row in table_rows((ROOT / "README.md").read_text(), "op") if len(row) == 5]
+    assert sorted(quoted) == sorted([op, mean, least, free, median] for op, mean, least, median, free, _ in expected)
+
+
+def test_what_a_call_costs() -> None:
+    expected = []
+    for each in results("cpu-2-ranks-overhead")["ops"]:
+        calls = {call["name"]: call for call in each["calls"]}
+        compared = [("chunked", "hot", "baseline"), ("chunked", "cold", "baseline"), ("chunked", "cpu", "empty op")]
+        compared += [("unfused", "hot", "baseline"), ("unfused", "cold", "baseline")]
+        ratios = [calls[of][time]["median"] / calls[to][time]["median"] for of, time, to in compared]
+        expected.append([f"`{each['op']}`", *(f"{ratio:.2f}" for ratio in ratios)])
+    assert list(table_rows(page("benchmark"), "op, 4 x 16 @ 16 x 8")) == expected
+
+
+def python_calls() -> Iterator[tuple[str, ast.arguments]]:
+    """Functions of fusedcomm in indented blocks, called or with their whole signature."""
+    for path in PAGES:
+        pattern = r"^    (fusedcomm(?:\.\w+)+)\(((?:.|\n {8})*?)\)(?:  .*)?$"
+        for name, arguments in re.findall(pattern, path.read_text(), re.M):
+            function = ast.parse(f"def f({arguments}): ...").body[0]
+            assert isinstance(function, ast.FunctionDef)
+            yield name, function.args
+
+
+def defaults_of(arguments: ast.arguments) -> dict[str, Any]:
+    """The defaults by the name of each argument, ``empty`` where it has none."""
+    positional = [inspect.Parameter.empty] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    found = [
+        *zip(arguments.args, positional, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    return {arg.arg: ast.literal_eval(node) if isinstance(node, ast.Constant) else node for arg, node in found}
+
+
+def test_functions_have_the_arguments_that_are_written() -> None:
+    calls = list(python_calls())
+    assert len(calls) >= 10
+    for name, arguments in calls:
+        module, _, function = name.rpartition(".")
+        parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+        assert defaults_of(arguments).keys() <= parameters.keys(), name
+        if arguments.kwonlyargs:
+            assert defaults_of(arguments) == {each.name: each.default for each in parameters.values()}, name

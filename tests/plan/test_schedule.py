@@ -5,7 +5,7 @@ Nothing here runs on a GPU: tests/helpers/schedule has the checker, which reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,15 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
-from tests.helpers import norm_cases, plain_cases
-from tests.helpers.plain_cases import Case
+from tests.helpers import norm_cases
+from tests.helpers.plain_cases import IN_ROUNDS, UNEVEN_IN_ROUNDS, Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
-from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, Calls, Program, World, calls, on_two_streams
+from tests.helpers.schedule.programs import BF16, CPU, CPU_WITH_HEAP, GPU, Calls, Program, World, calls, on_two_streams
 from tests.helpers.tiers import thorough_but
+from tests.helpers.uneven import Uneven
 
 ALGORITHMS = ("chunked", "fused")
 PROBLEMS = [  # each of them takes two rounds or more in slots of SLOT_BYTES for each rank
@@ -51,7 +52,7 @@ FEW_ROWS = [
     Problem("no-rows", (0, 8), 8, 0, op="all_gather_matmul"),
     *norm_cases.OTHERS,
 ]
-PLAIN = [*plain_cases.IN_ROUNDS, norm_cases.ONE_SHOT]
+PLAIN = [*IN_ROUNDS, norm_cases.ONE_SHOT]
 BATCHED = Problem("batched-w", (4, 64, 128), 256, 1, 2, batched=True)
 WAYS: dict[str, tuple[str, Device]] = {
     "chunked": ("chunked", GPU),
@@ -296,3 +297,35 @@ def test_a_copy_engine_that_starts_before_the_last_round_ends_is_found() -> None
     changed = without(lambda step: step.stream == Stream.SENDS and is_fork(step))
     world = replace(world_of("fused, by copy engines"), changed=changed)
     assert any("race" in text for text in found(world, calls(PROBLEMS[1:4], twice=False)))
+
+
+# parts of different sizes
+
+
+A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
+GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
+UNEVEN = [  # each of them takes several rounds in slots of SLOT_BYTES for each rank
+    Uneven(A2A, (2, 259, 7, 64), 2, gather_dim=1, scatter_dim=2, bias=True, other=128),
+    Uneven(A2A, (2, 259, 3, 64), 2, gather_dim=1, scatter_dim=2, scatter=((0, 2), (1, 2)), other=128),
+    Uneven(BACK, (2, 259, 7, 64), 2, gather_dim=2, scatter_dim=1, other=128),
+    Uneven(BACK, (259, 258), 1, gather_dim=0, scatter_dim=1, gather=(0, 259), other=128),
+    Uneven(GATHER, (259, 128), 1, gather_dim=0, gather=(259, 0), bias=True, other=128),
+    Uneven(GATHER, (259, 129), 1, gather_dim=1, other=128),
+    Uneven(REDUCE, (259, 128), 1, scatter_dim=0, scatter=(0, 259), other=128),
+    Uneven(REDUCE, (259, 129), 1, scatter_dim=1, bias=True, other=128),
+]
+
+
+def order_of(cases: Sequence[Uneven | Case], device: Device = GPU, dtype: torch.dtype = BF16) -> HappensBefore:
+    return HappensBefore(World(2, SLOT_BYTES * 2, "chunked", device=device).enqueue(calls(cases, dtype)))
+
+
+@pytest.mark.parametrize("device", [GPU, CPU, CPU_WITH_HEAP], ids=["GPU", "CPU", "in place"])
+def test_nothing_races_and_no_wait_is_blocked(device: Device) -> None:
+    order = order_of([*UNEVEN, *UNEVEN_IN_ROUNDS], device)
+    assert not races(order) and not blocked_waits(order)
+
+
+def test_float32_and_batches_do_not_race() -> None:
+    batched = Uneven(A2A, (3, 130, 67), gather_dim=1, scatter_dim=2, batched=True, other=64)
+    assert not races(order_of([UNEVEN[2], UNEVEN[5]], dtype=torch.float32)) and not races(order_of([batched]))

@@ -12,12 +12,15 @@ pytest.importorskip("triton")
 
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
-from fusedcomm.plan.schedule import Await, Copy, Launch, Schedule, Signal, Step, Stream
+from fusedcomm.plan.schedule import Await, Copy, Finish, Launch, Schedule, Signal, Step, Stream
+from tests.helpers.group_collectives import one_buffer
 from tests.helpers.problems import Problem
-from tests.helpers.schedule.happens_before import HappensBefore
+from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.hardware_queues import dealings, hangs
 from tests.helpers.schedule.operations import Enqueued
-from tests.helpers.schedule.programs import BF16, Calls, Mesh, Program, calls, each_way, on_two_streams
+from tests.helpers.schedule.programs import BF16, Calls, Mesh, Program, World, calls, each_way, on_two_streams
+from tests.helpers.tiers import thorough_but
+from tests.ops.test_uneven import MANY_ROUNDS
 from tests.plan.test_schedule import (
     BATCHED,
     FEW_ROWS,
@@ -25,12 +28,13 @@ from tests.plan.test_schedule import (
     PLAIN,
     PROBLEMS,
     STRIDED,
+    UNEVEN,
     WAYS,
     is_a,
     large_world,
+    without,
     world_of,
 )
-from tests.plan.test_uneven_schedule import CASES as UNEVEN
 
 SIZES = [2, pytest.param(4, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.nightly)]
 ROWS = Problem("rows", (2048, 256), 8192, 0, op="all_gather_matmul")
@@ -157,3 +161,41 @@ def test_a_gather_on_all_sms_before_its_copies_have_begun_is_found(beside: str) 
 def test_dealings_are_all_partitions() -> None:
     found = {tuple(each.values()) for each in dealings(range(5))}
     assert len(found) == 52 == len(list(dealings(range(5))))
+
+
+# `pipelined`
+
+
+WORLD = World(2, 1 << 15, "pipelined")
+
+
+def found(program: Program, world: World = WORLD) -> list[str]:
+    return races(HappensBefore(world.enqueue(program)))
+
+
+@pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
+def test_nothing_races(group_size: int) -> None:
+    """Every op in several pieces, with few rows and with none."""
+    assert not found(calls([*PROBLEMS, *FEW_ROWS, BATCHED]), replace(WORLD, group_size=group_size))
+
+
+def test_parts_of_different_sizes_do_not_race() -> None:
+    assert not found(calls(list(MANY_ROUNDS.values())), replace(WORLD, group_size=3))
+
+
+def test_two_groups_neither_race_nor_hang() -> None:
+    enqueued = replace(WORLD, num_groups=2).enqueue(on_two_streams(LARGE))
+    assert not races(HappensBefore(enqueued)) and not hangs(enqueued)
+    assert not hangs(WORLD.enqueue(beside_nccl(LARGE[1])))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[::3], ids=str)
+def test_pieces_that_share_their_buffers_race(problem: Problem) -> None:
+    with one_buffer():
+        assert any("race" in text for text in found(calls([problem], twice=False)))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[::3], ids=str)
+def test_a_collective_that_nobody_waits_for_is_found(problem: Problem) -> None:
+    texts = found(calls([problem], twice=False), replace(WORLD, changed=without(is_a(Finish))))
+    assert any("race" in text for text in texts) and any("used again too early" in text for text in texts)

@@ -24,7 +24,7 @@ CONTROLS: dict[str, Control] = {
         MOVES,
         "                    s.copy(part.view(chunk.shape), chunk)\n            self._signal(dst_rank)",
         "                    self._signal(dst_rank)\n                    s.copy(part.view(chunk.shape), chunk)",
-        "tests/ops/test_all_gather_matmul.py::test_a_list_of_weights_shares_one_gather",
+        "tests/ops/test_one_op.py::test_a_list_of_weights_shares_one_gather",
     ),
     "a descriptor of x has x's width as its stride": Control(
         "fusedcomm/plan/descriptors.py",
@@ -300,7 +300,7 @@ CONTROLS: dict[str, Control] = {
         "kernels/triton/gather_matmul.py",
         "            failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)\n",
         "            pass\n",
-        "tests/kernels/test_own_chunk.py::test_all_rows_are_poisoned_where_a_signal_is_missing[0]",
+        "tests/kernels/test_gather_matmul.py::test_all_rows_are_poisoned_where_a_signal_is_missing[0]",
     ),
     "each round takes the staging of the last one": Control(
         MOVES,

@@ -89,13 +89,13 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/gil.h",
         " && syscall(SYS_gettid) != getpid()",
         "",
-        "tests/memory/test_process_ends.py::test_ranks_end_without_a_crash[waits_at_the_end]",
+        "tests/memory/test_exits.py::test_ranks_end_without_a_crash[waits_at_the_end]",
     ),
     "a daemon thread is held back": Control(
         "kernels/cpu/gil.h",
         "  while (interpreter_ends() && ",
         "  while (false && ",
-        "tests/memory/test_process_ends.py::test_ranks_end_without_a_crash[thread_waits]",
+        "tests/memory/test_exits.py::test_ranks_end_without_a_crash[thread_waits]",
     ),
     # results in place
     "a post is of this round": Control(

@@ -27,7 +27,7 @@ class Footprint:
         return registers, threads, self.shared + _RESERVED_BYTES, 1
 
 
-# Compiled for sm_90 by Triton 3.9; tests/kernels/test_schedule_footprints.py compiles them again. Where a
+# Compiled for sm_90 by Triton 3.9; tests/kernels/test_compile_only.py compiles them again. Where a
 # kernel has several tiles, they are those of the largest.
 KERNELS = {
     "push_matmul_kernel": Footprint(8, 226, 229_408),

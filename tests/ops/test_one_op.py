@@ -1,7 +1,8 @@
-"""matmul_all_to_all: every way to name a group. The rest is in the tests of all ops."""
+"""What only one op does, and every way to name a group."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.plan.geometry import shapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.spies import Dispatched, pushed
 
 
 @on_ranks(2)
@@ -96,3 +99,79 @@ def test_gradients_without_columns(rank: int) -> None:
     out = fusedcomm.matmul_all_to_all(x, w, 1, 0, out_shape=[4, 0])
     out.sum().backward()
     assert x.grad.shape == x.shape and not x.grad.any() and w.grad.shape == w.shape
+
+
+@on_ranks(3)
+def test_a_list_of_weights_shares_one_gather(rank: int) -> None:
+    """A list of one weight gives a list too, a tensor gives a tensor, and many weights send no more than one."""
+    x, ws = torch.randn(4, 8, requires_grad=True), [torch.randn(8, n, requires_grad=True) for n in (6, 3, 5)]
+    biases = [torch.randn(6), None, torch.randn(5)]
+    with fusedcomm.force_algorithm("chunked", strict=True):
+        singles = []
+        for w, bias in zip(ws, biases, strict=True):
+            with pushed() as sent:
+                singles.append(fusedcomm.all_gather_matmul(x, w, 0, bias=bias))
+            assert sent.num_bytes == x.nbytes * (dist.get_world_size() - 1)
+        with pushed() as sent, Dispatched() as dispatched:
+            outs = fusedcomm.all_gather_matmul(x, ws, 0, bias=biases)
+        assert sent.num_bytes == x.nbytes * (dist.get_world_size() - 1)
+        assert dispatched.names("fusedcomm") == ["all_gather_matmul"]
+        assert isinstance(outs, list)
+        torch.testing.assert_close(outs, singles)
+        (only,) = fusedcomm.all_gather_matmul(x, ws[:1], 0, bias=biases[:1])
+        torch.testing.assert_close(only, singles[0])
+        (unbiased,) = fusedcomm.all_gather_matmul(x, tuple(ws[1:2]), 0)
+        torch.testing.assert_close(unbiased, singles[1])
+        with Dispatched() as dispatched:
+            torch.stack([out.sum() for out in outs]).sum().backward()
+        assert dispatched.names("fusedcomm") == ["matmul_reduce_scatter"]  # one for all weights
+
+
+@pytest.mark.parametrize(
+    "x, w, gather_dim, scatter_dim, out_shape",
+    [
+        ((2, 6, 4, 8), (64, 5), 2, 1, [2, 3, 5]),  # K = heads * head_dim
+        ((2, 6, 4, 8), (16, 5), 3, 1, [2, 3, 4, 5]),  # K = the gathered head_dim alone
+        ((2, 6, 1, 8), (8, 5), 1, 0, [1, 12, 1, 5]),  # as few dims as make up K: not 1 * 8
+        ((2, 6, 4, 8), (2, 64, 5), 2, 1, [2, 3, 5]),  # a batched w leaves one dim of rows
+        ((2, 6, 4, 8), (4, 6, 8, 5), 0, 2, None),  # two batch dims: (4, 6) beside rows 2, columns 8
+    ],
+)
+def test_as_few_dims_as_possible_make_up_k(
+    x: tuple[int, ...], w: tuple[int, ...], gather_dim: int, scatter_dim: int, out_shape: list[int] | None
+) -> None:
+    exchange = shapes.all_to_all_matmul(x, w, gather_dim, scatter_dim, 2)
+    assert exchange.out_shape == (out_shape or [*exchange.shape[:3], 5])
+    assert exchange.k == w[-2]
+
+
+@pytest.mark.parametrize(
+    "x, w, shape, split_dim",
+    [
+        ((12, 5), (5, 8), [12, 8], 0),
+        ((4, 5), (5, 8), [4, 8], 0),
+        ((128, 5), (5, 136), [128, 136], 1),  # wide: each rank reads all of x, and a part of w
+        ((124, 5), (5, 136), [124, 136], 0),  # few rows
+        ((7, 5), (5, 8), [7, 8], 1),
+        ((7, 5), (5, 9), [8, 9], 0),  # nothing divides: a row more
+        ((2, 7, 5), (5, 9), [16, 9], 0),
+        ((4, 7, 5), (5, 9), [28, 9], 0),
+        ((4, 7, 5), (4, 5, 9), [4, 7, 9], 0),
+        ((3, 7, 5), (3, 5, 9), [3, 8, 9], 1),
+        ((0, 5), (5, 9), [0, 9], 0),
+    ],
+)
+def test_the_dim_that_is_cut(x: tuple[int, ...], w: tuple[int, ...], shape: list[int], split_dim: int) -> None:
+    exchange = shapes.matmul_all_reduce(x, w, "sum", 4)
+    assert (exchange.shape, exchange.split_dim) == (shape, split_dim)
+    assert math.prod(exchange.block) * 4 == math.prod(shape)
+
+
+@on_ranks(4)
+def test_padding_is_sent_and_not_seen(rank: int) -> None:
+    """At most R - 1 rows more, per matrix, are computed and sent, and none is seen."""
+    x, w = torch.randn(2, 7, 5), torch.randn(5, 9)
+    with fusedcomm.force_algorithm("chunked", strict=True), pushed() as sent:
+        out = fusedcomm.matmul_all_reduce(x, w)
+    assert out.shape == (2, 7, 9) and out.is_contiguous()
+    assert sent.num_bytes == 2 * 3 / 4 * (16 * 9 * 4)
