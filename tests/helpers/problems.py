@@ -106,19 +106,20 @@ class Problem:
         return arguments[self.op]
 
     def call(self, inputs: Inputs, group: Any = None, **options: Any) -> Any:
-        args, kwargs = self._user_arguments(inputs, group)
+        args, kwargs = self.user_arguments(inputs, group)
         return getattr(fusedcomm, self.op)(*args, **kwargs, **options)
 
     def plan(self, inputs: Inputs, group: Any = None) -> fusedcomm.Plan:
-        args, kwargs = self._user_arguments(inputs, group)
+        args, kwargs = self.user_arguments(inputs, group)
         return fusedcomm.explain(self.op, *args, **kwargs)
 
-    def _user_arguments(self, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
+    def user_arguments(self, inputs: Inputs, group: Any) -> tuple[list[Any], dict[str, Any]]:
         x, w, bias = inputs
         dims = [dim for dim in (self.gather_dim, self.scatter_dim) if dim is not None]
         options: dict[str, Any] = {"partial_bias" if self.partial else "bias": bias}
         if self.op == "matmul_all_to_all":
-            options["out_shape"] = self.sizes(dist.get_world_size(group))[2]
+            scattered = w.shape[-1] // self.n if self.out_shape else 1  # how many parts columns have
+            options["out_shape"] = self.sizes(scattered)[2]
         if self.op in ("matmul_reduce_scatter", "matmul_all_reduce"):
             options["reduce_op"] = self.reduce_op
         return [x, w, *dims, group], options

@@ -5,115 +5,68 @@ Nothing that is tested is used here, and nothing is communicated: every rank dra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tests.helpers.problems import exact, flat, integers, whole_group
 from tests.soak.random_call import SoakCase
 
-
-@dataclass
-class SoakInputs:
-    x: Tensor
-    ws: list[Tensor]
-    biases: list[Tensor | None]
-
-    def trained(self, frozen: str) -> list[Tensor]:
-        """The tensors that get gradients, if x, w or nothing is frozen."""
-        x, ws = [] if frozen == "x" else [self.x], [] if frozen == "w" else self.ws
-        return [*x, *ws, *(bias for bias in self.biases if bias is not None)]
+SoakInputs = list[Tensor | None]  # x, the weights, the biases
 
 
 class KnownValues:
     """Small integers that differ by rank and by ``seed``, so that what an earlier call has left behind shows."""
 
     def __init__(self, case: SoakCase, seed: int) -> None:
-        self.case = case
-        self.shapes = [case.x, *case.ws, *(shape for shape in case.bias_shapes if shape), *case.out_shapes]
-        self.numel = sum(map(math.prod, self.shapes))
+        self.case, self.num_ws = case, len(case.problem.ns)
+        every = [flat(integers(case.problem, r, case.group_size, torch.float64, seed)) for r in range(case.group_size)]
+        most = [case.largest * case.factor, *[case.largest] * 2 * self.num_ws]  # x is multiplied by the factor
+        self.everyone = [
+            [None if t is None else t.clamp(-m, m) for t, m in zip(each, most, strict=True)] for each in every
+        ]
         generator = torch.Generator().manual_seed(seed)
-        shape = (case.group_size, self.numel)
-        self.numbers = torch.randint(-case.largest, case.largest + 1, shape, generator=generator, dtype=torch.float64)
-        if case.op == "matmul_all_reduce":  # all ranks have one result, and so one bias and one gradient
-            same = sum(map(math.prod, (case.x, *case.ws)))
-            self.numbers[1:, same:] = self.numbers[0, same:]
-
-    def _tensors(self, rank: int) -> list[Tensor]:
-        parts = self.numbers[rank].split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def exact_inputs(self, rank: int) -> SoakInputs:
-        case, (x, *rest) = self.case, self._tensors(rank)
-        num_ws = len(case.ws)
-        biases = iter(rest[num_ws:])
-        return SoakInputs(x * case.factor, rest[:num_ws], [next(biases) if bias else None for bias in case.biases])
+        shapes = [shape for _ in range(case.group_size) for shape in case.shapes[2]]
+        drawn = [torch.randint(-case.largest, case.largest + 1, shape, generator=generator) for shape in shapes]
+        self.grads = [drawn[i : i + self.num_ws] for i in range(0, len(drawn), self.num_ws)]
 
     def exact_grads(self, rank: int) -> list[Tensor]:
-        """What the loss multiplies the results with."""
-        return [grad * self.case.factor for grad in self._tensors(rank)[-len(self.case.out_shapes) :]]
+        """What the loss multiplies the results with; all ranks of a matmul_all_reduce have one result."""
+        return [grad * self.case.factor for grad in self.grads[0 if self.case.op == "matmul_all_reduce" else rank]]
+
+    def trained(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        kinds = "x" + "w" * self.num_ws + "b" * self.num_ws
+        kept = zip(tensors, kinds, strict=True)
+        return [t for t, kind in kept if t is not None and kind != self.case.frozen]
 
     def inputs(self, rank: int, device: torch.device) -> SoakInputs:
-        case, exact = self.case, self.exact_inputs(rank)
-        given = SoakInputs(
-            _laid_out(exact.x.to(device, case.dtype), case.x_layout),
-            [_laid_out(w.to(device, case.dtype), case.w_layout) for w in exact.ws],
-            [None if bias is None else bias.to(device, case.dtype) for bias in exact.biases],
-        )
+        case = self.case
+        layouts = [case.x_layout, *[case.w_layout] * self.num_ws, *["contiguous"] * self.num_ws]
+        given = [
+            None if t is None else _laid_out(t.to(device, case.dtype), layout)
+            for t, layout in zip(self.everyone[rank], layouts, strict=True)
+        ]
         if case.use == "backward":
-            for leaf in given.trained(case.frozen):
+            for leaf in self.trained(given):
                 leaf.requires_grad_()
         return given
 
     def expected(self, rank: int) -> list[Tensor]:
         """The results of ``rank``, and in a backward the gradients of its inputs."""
-        case, everyone = self.case, [self.exact_inputs(r) for r in range(self.case.group_size)]
-        if case.use != "backward":
-            return [self._rounded(out) for out in _results(case, everyone, rank)]
-        leaves = everyone[rank].trained(case.frozen)
+        case = self.case
+        everyone = [[None if t is None else t.clone() for t in each] for each in self.everyone]
+        leaves = self.trained(everyone[rank])
         for leaf in leaves:
-            leaf.requires_grad_()
+            leaf.requires_grad_(case.use == "backward")
+        outs, _ = whole_group(case.problem, everyone, case.group_size)
+        if case.use != "backward":
+            return [exact(out, case.dtype) for out in outs[rank]]
         # matmul_all_reduce takes its gradient to be replicated: the loss is that of one model, not the sum of all
         ranks = [rank] if case.op == "matmul_all_reduce" else range(case.group_size)
-        outs = {r: _results(case, everyone, r) for r in ranks}
         terms = [(out * g).sum() for r in ranks for out, g in zip(outs[r], self.exact_grads(r), strict=True)]
         grads = torch.autograd.grad(sum(terms, torch.zeros(())), leaves, materialize_grads=True)
-        return [self._rounded(t.detach()) for t in (*outs[rank], *grads)]
-
-    def _rounded(self, t: Tensor) -> Tensor:
-        rounded = t.to(self.case.dtype)
-        assert torch.equal(rounded.double(), t), f"sums must be exact: {self.case}"
-        return rounded
-
-
-def _results(case: SoakCase, everyone: Sequence[SoakInputs], rank: int) -> list[Tensor]:
-    """The results of one rank, from the inputs of all."""
-    xs, own = [each.x for each in everyone], everyone[rank]
-
-    def my_block(t: Tensor) -> Tensor:
-        assert case.scatter_dim is not None
-        return t.tensor_split(case.group_size, case.scatter_dim)[rank]
-
-    def gathered(ts: Sequence[Tensor]) -> Tensor:
-        assert case.gather_dim is not None
-        return torch.cat(list(ts), case.gather_dim)
-
-    if case.op == "all_gather_matmul":
-        return _matmuls(gathered(xs), own)
-    if case.op == "all_to_all_matmul":
-        return _matmuls(gathered([my_block(x) for x in xs]).flatten(-case.k_dims), own)
-    if case.op == "matmul_all_to_all":
-        ys = [_matmuls(each.x, each)[0] for each in everyone]
-        return [gathered([my_block(y.unflatten(-1, case.out_shape or y.shape[-1:])) for y in ys])]
-    total = torch.stack([each.x @ each.ws[0] for each in everyone]).sum(0) / case.factor
-    mine = my_block(total) if case.op == "matmul_reduce_scatter" else total
-    return [mine if own.biases[0] is None else mine + own.biases[0]]
-
-
-def _matmuls(x: Tensor, inputs: SoakInputs) -> list[Tensor]:
-    return [x @ w if bias is None else x @ w + bias for w, bias in zip(inputs.ws, inputs.biases, strict=True)]
+        return [exact(t.detach(), case.dtype) for t in (*outs[rank], *grads)]
 
 
 def _laid_out(t: Tensor, layout: str) -> Tensor:

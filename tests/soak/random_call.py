@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from random import Random
+from typing import Any
 
 import torch
 
-GATHERS = ("all_gather_matmul", "all_to_all_matmul")
+from tests.helpers.problems import GATHERS, Problem
+
 REDUCES = ("matmul_all_reduce", "matmul_reduce_scatter")
-OPS = (*GATHERS, *REDUCES, "matmul_all_to_all")
+OPS = ("all_gather_matmul", "all_to_all_matmul", *REDUCES, "matmul_all_to_all")
 WITH_OUT = (*REDUCES, "matmul_all_to_all")  # the ops that can write into a tensor of the caller's
 LAYOUTS = ("contiguous", "transposed", "strided")
 
@@ -19,25 +21,14 @@ EXACT = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}
 LARGEST = 2  # bound of the inputs, or 1 where sums would be too large
 SMALL_CALL = 1 << 11  # elements: what Triton's interpreter does in a fraction of a second
 
-Shape = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class SoakCase:
     """What every rank of a group gives to an op. It is equal on all ranks, but the values are not."""
 
-    op: str
+    problem: Problem
     group_size: int
-    x: Shape
-    ws: tuple[Shape, ...]
-    biases: tuple[bool, ...]
     dtype: torch.dtype = torch.float32
-    listed: bool = False  # w is a list
-    k_dims: int = 1  # dims of x that all_to_all_matmul flattens
-    gather_dim: int | None = None
-    scatter_dim: int | None = None
-    out_shape: Shape | None = None
-    reduce_op: str = "sum"
     x_layout: str = "contiguous"
     w_layout: str = "contiguous"
     use: str = "forward"  # "backward": gradients too; "out": into a tensor of the caller's
@@ -46,53 +37,48 @@ class SoakCase:
     largest: int = LARGEST
 
     def __str__(self) -> str:
-        told = [f for f in fields(self) if f.name not in ("op", "dtype") and getattr(self, f.name) != f.default]
-        facts = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in told)
+        told = [f for f in fields(self) if f.name != "dtype" and getattr(self, f.name) != f.default]
+        facts = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in told)
         return f"{self.op}({str(self.dtype).removeprefix('torch.')}, {facts})"
+
+    @property
+    def op(self) -> str:
+        return self.problem.op
 
     @property
     def factor(self) -> int:
         """What x and the gradient are multiplied by, so that an average is an integer."""
-        return self.group_size if self.reduce_op == "avg" else 1
+        return self.group_size if self.problem.reduce_op == "avg" else 1
 
     @property
-    def bias_shapes(self) -> list[Shape | None]:
-        own_part = self.op == "matmul_reduce_scatter" and self.scatter_dim in (-1, len(self.x) - 1)
-        parts = self.group_size if own_part else 1
-        return [(w[-1] // parts,) if bias else None for w, bias in zip(self.ws, self.biases, strict=True)]
-
-    @property
-    def out_shapes(self) -> list[Shape]:
+    def shapes(self) -> tuple[list[int], list[list[int]], list[list[int]]]:
+        """x's, each w's and each result's."""
+        x, ws, columns = self.problem.sizes(self.group_size)
         if self.op in GATHERS:
-            lead = self._exchanged(self.x)[: -self.k_dims]
-            return [(*lead, w[-1]) for w in self.ws]
-        return [self._exchanged((*self.x[:-1], *(self.out_shape or self.ws[0][-1:])))]
-
-    def _exchanged(self, shape: Shape) -> Shape:
-        sizes = list(shape)
-        if self.scatter_dim is not None:
-            sizes[self.scatter_dim] //= self.group_size
-        if self.gather_dim is not None:
-            sizes[self.gather_dim] *= self.group_size
-        return tuple(sizes)
+            lead = self.problem.gathered_shape(x, self.group_size)[: -self.problem.k_dims]
+            return x, ws, [[*lead, w[-1]] for w in ws]
+        return x, ws, [self.problem.gathered_shape([*x[:-1], *(columns or ws[0][-1:])], self.group_size)]
 
     @property
     def num_bytes(self) -> int:
         """At least what a rank's slots would have to hold for a call of one round."""
-        return self.group_size * self.dtype.itemsize * max(map(math.prod, (self.x, *self.out_shapes)))
+        x, _, outs = self.shapes
+        return self.group_size * self.dtype.itemsize * max(map(math.prod, (x, *outs)))
 
     @property
     def is_small(self) -> bool:
-        return sum(map(math.prod, (self.x, *self.ws, *self.out_shapes))) <= SMALL_CALL
+        x, ws, outs = self.shapes
+        return sum(map(math.prod, (x, *ws, *outs))) <= SMALL_CALL
 
     @property
     def bound(self) -> int:
         """A bound of every partial sum of the call and of its backward."""
+        x, ws, outs = self.shapes
         reduced = self.group_size if self.op in REDUCES else 1
-        bound = self.largest**2 * self.ws[0][-2] * reduced * self.factor + self.largest
+        bound = self.largest**2 * ws[0][-2] * reduced * self.factor + self.largest
         if self.use == "backward":
-            rows = max(math.prod(shape[:-1]) for shape in (self.x, *self.out_shapes)) * self.group_size
-            columns = sum(w[-1] for w in self.ws)
+            rows = max(math.prod(shape[:-1]) for shape in (x, *outs)) * self.group_size
+            columns = sum(w[-1] for w in ws)
             bound = max(bound, self.largest**2 * max(rows, columns) * self.group_size * self.factor**2)
         return bound
 
@@ -102,10 +88,11 @@ def draw(random: Random, group_size: int) -> SoakCase:
     op = random.choice(OPS)
     rows, k, n = _size(random)
     lead = [*(random.randint(1, 4) for _ in range(random.choice((0, 0, 1, 2)))), rows]
-    case = (_draw_gather if op in GATHERS else _draw_push)(random, op, group_size, lead, k, n)
+    problem = (_draw_gather if op in GATHERS else _draw_push)(random, op, lead, k, n)
     uses = ["forward"] * 8 + ["backward"] * 2 + ["out"] * 2 * (op in WITH_OUT)
-    case = replace(
-        case,
+    case = SoakCase(
+        problem,
+        group_size,
         x_layout=random.choice((LAYOUTS[0], *LAYOUTS)),
         w_layout=random.choice((LAYOUTS[0], *LAYOUTS)),
         use=random.choice(uses),
@@ -124,50 +111,36 @@ def _size(random: Random) -> tuple[int, int, int]:
     return random.randint(100, 300), random.randint(8, 40), random.randint(16, 64)
 
 
-def _draw_gather(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> SoakCase:
+def _draw_gather(random: Random, op: str, lead: list[int], k: int, n: int) -> Problem:
     ks = [k]
     if op == "all_to_all_matmul" and random.random() < 0.4:
         ks = [random.randint(2, 6), random.randint(1, 6)]  # a single head would not be needed to make up K
-    x, num_ws = [*lead, *ks], random.choice((1, 1, 2, 3)) if op == "all_gather_matmul" else 1
+    x, num_ws = (*lead, *ks), random.choice((1, 1, 2, 3)) if op == "all_gather_matmul" else 1
     gather_dim, scatter_dim = random.sample(range(len(x)), 2)
+    batched, biases = random.random() < 0.3, tuple(random.random() < 0.5 for _ in range(num_ws))
+    dims: dict[str, Any] = {"gather_dim": _either_sign(random, gather_dim, len(x))}
     if op == "all_to_all_matmul":
-        x[scatter_dim] *= group_size
-    made = list(x)
-    made[gather_dim] *= group_size
-    if op == "all_to_all_matmul":
-        made[scatter_dim] //= group_size
-    batches = made[: len(lead) - 1] if random.random() < 0.3 else []
-    return SoakCase(
-        op,
-        group_size,
-        tuple(x),
-        tuple((*batches, math.prod(made[len(lead) :]), n + i) for i in range(num_ws)),
-        tuple(random.random() < 0.5 for _ in range(num_ws)),
-        listed=num_ws > 1,
-        k_dims=len(ks),
-        gather_dim=_either_sign(random, gather_dim, len(x)),
-        scatter_dim=_either_sign(random, scatter_dim, len(x)) if op == "all_to_all_matmul" else None,
-    )
+        dims["scatter_dim"] = _either_sign(random, scatter_dim, len(x))
+    ns = tuple(n + i for i in range(num_ws)) if num_ws > 1 else n
+    return Problem("soak", x, ns, **dims, batched=batched, bias=biases, op=op, k_dims=len(ks))
 
 
-def _draw_push(random: Random, op: str, group_size: int, lead: list[int], k: int, n: int) -> SoakCase:
+def _draw_push(random: Random, op: str, lead: list[int], k: int, n: int) -> Problem:
     heads = op == "matmul_all_to_all" and random.random() < 0.4
-    columns = [*(random.randint(1, 4) for _ in range(random.randint(1, 2))), n] if heads else [n]
-    y = [*lead, *columns]
-    gather_dim, scatter_dim = random.sample(range(len(y)), 2)
-    if op != "matmul_all_reduce":
-        y[scatter_dim] *= group_size
-    lead, columns = y[: len(lead)], y[len(lead) :]
-    batches = lead[:-1] if random.random() < 0.3 else []
-    return SoakCase(
-        op,
-        group_size,
+    columns = (*(random.randint(1, 4) for _ in range(random.randint(1, 2))), n) if heads else (n,)
+    num_dims = len(lead) + len(columns)
+    gather_dim, scatter_dim = random.sample(range(num_dims), 2)
+    batched, bias = random.random() < 0.3, random.random() < 0.5
+    return Problem(
+        "soak",
         (*lead, k),
-        ((*batches, k, math.prod(columns)),),
-        (random.random() < 0.5,),
-        gather_dim=_either_sign(random, gather_dim, len(y)) if op == "matmul_all_to_all" else None,
-        scatter_dim=_either_sign(random, scatter_dim, len(y)) if op != "matmul_all_reduce" else None,
-        out_shape=tuple(columns) if heads else None,
+        math.prod(columns),
+        _either_sign(random, gather_dim, num_dims) if op == "matmul_all_to_all" else None,
+        _either_sign(random, scatter_dim, num_dims) if op != "matmul_all_reduce" else None,
+        columns if heads else None,
+        batched,
+        bias,
+        op=op,
         reduce_op=random.choice(("sum", "avg")) if op in REDUCES else "sum",
     )
 
