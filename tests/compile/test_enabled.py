@@ -20,7 +20,7 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.fragments import FRAGMENTS
-from tests.helpers.graphs import aten_graph, targets
+from tests.helpers.graphs import aten_graph, cache_counts, targets
 from tests.helpers.merge_world import fake_world, traced
 from tests.helpers.program_parts import all_gather, world
 
@@ -170,19 +170,12 @@ def test_a_pass_that_fails_leaves_the_graph(monkeypatch: pytest.MonkeyPatch, own
 
 
 def cache_hits(rank: int, tag: str, fuse: list[str] | None) -> tuple[int, int]:
-    from torch._dynamo.utils import counters
+    def run() -> None:
+        with fusedcomm.compile.enabled(fuse):
+            program = torch.compile(lambda x, w: funcol.all_reduce(x @ w, "sum", world()), fullgraph=True)
+            assert (program(torch.ones(12, 3), torch.ones(3, 6)) == 3 * dist.get_world_size()).all()
 
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return funcol.all_reduce(x @ w, "sum", world())
-
-    torch._dynamo.reset()
-    counters.clear()
-    settings: Any = torch.compiler.config
-    # nothing but this test hits its entries, all ranks alike
-    with settings.patch(cache_key_tag=f"{tag}/{rank}"), fusedcomm.compile.enabled(fuse):
-        out = torch.compile(program, fullgraph=True)(torch.ones(12, 3), torch.ones(3, 6))
-    assert (out == 3 * dist.get_world_size()).all()
-    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    return cache_counts(f"{tag}/{rank}", run)[:2]
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.overlap import inductor_order
 from tests.compile.test_lowering import codes_of
+from tests.helpers.graphs import cache_counts
 
 _c10d = torch.ops._c10d_functional
 CALL = re.compile(r"_c10d_functional\.(\w+)\.\w+\(|extern_kernels\.(\w*mm)\(|^ +(cpp_fused)\w*\(", re.MULTILINE)
@@ -138,18 +139,15 @@ def test_a_pass_set_since_stays(config: Any) -> None:
 
 
 def outcomes(tag: Path, before: Any) -> tuple[int, int, int]:
-    from torch._dynamo.utils import counters
     from torch._inductor import config
 
-    torch._dynamo.reset()
-    counters.clear()
-    settings: Any = torch.compiler.config
-    with settings.patch(cache_key_tag=str(tag)), config.patch(_pre_fusion_custom_pass=before):
+    def run() -> None:
         inductor_order.install()
         torch.compile(lambda x: x @ x)(torch.ones(3, 3))  # nothing to build
         inductor_order.remove()
-    counts = counters["inductor"]
-    return tuple(counts[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass"))  # type: ignore[return-value]
+
+    with config.patch(_pre_fusion_custom_pass=before):
+        return cache_counts(str(tag), run)
 
 
 def test_cached_graphs(tmp_path: Path) -> None:

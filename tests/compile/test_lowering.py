@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.tools.selftest_checks import settings
+from tests.helpers.graphs import cache_counts
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import thorough_but
 
@@ -202,16 +203,12 @@ def test_a_result_that_nothing_reads(rank: int) -> None:
 
 def cache_hits(rank: int, tag: str) -> tuple[int, int]:
     """Cache (hits, misses) of a program whose graph is the same for every group, but for what ops say of theirs."""
-    from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
-    counters.clear()
-    settings: Any = torch.compiler.config
-    with settings.patch(cache_key_tag=f"{tag}/{rank}"):  # nothing but this test hits its entries
-        compiled = torch.compile(lambda x, w: fusedcomm.matmul_all_reduce(x, w), fullgraph=True)
-        out = compiled(torch.ones(12, 3), torch.ones(3, 6))
-    assert (out == 3 * dist.get_world_size()).all()
-    return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    def run() -> None:
+        program = torch.compile(lambda x, w: fusedcomm.matmul_all_reduce(x, w), fullgraph=True)
+        assert (program(torch.ones(12, 3), torch.ones(3, 6)) == 3 * dist.get_world_size()).all()
+
+    return cache_counts(f"{tag}/{rank}", run)[:2]
 
 
 @pytest.mark.thorough

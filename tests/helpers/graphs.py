@@ -46,6 +46,19 @@ def recorded_graphs() -> Iterator[list[Graph]]:
         yield graphs
 
 
+def cache_counts(tag: str, run: Callable[[], Any]) -> tuple[int, int, int]:
+    """Hits, misses and bypasses of Inductor's cache in a run, of entries that only runs of this tag hit."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=tag):
+        run()
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], found["fxgraph_cache_bypass"]
+
+
 def targets(graph: Graph, namespace: str) -> list[str]:
     """The ops of a namespace in a graph, but for the question whether all ranks have changed theirs."""
     ops = (node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload))

@@ -8,14 +8,17 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.run import python_executor
 from fusedcomm.testing import launch_now
 from tests.helpers.op_problems import as_list
@@ -25,6 +28,21 @@ from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, assert_results
 
 def by_name(problems: Iterable[Problem]) -> dict[str, Problem]:
     return {problem.name: problem for problem in problems}
+
+
+def by_tma(patch: pytest.MonkeyPatch, describe: str, config: TileConfig) -> list[Any]:
+    """Take the path of sm_90 and later, by boxes. Returns what the function of launches describes, by launch."""
+    described, original = [], getattr(launches, describe)
+
+    def counted(*args: Any) -> Any:
+        described.append(args)
+        return original(*args)
+
+    patch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
+    patch.setattr(tiles, "BLOCK_K", 16)
+    patch.setattr(tiles, "matmul_config", lambda *args: config)
+    patch.setattr(launches, describe, counted)
+    return described
 
 
 def exchange_of(problem: Problem, group_size: int) -> Exchange:

@@ -165,6 +165,7 @@ PROBLEMS = [
     Problem("zero-rows", (0, 5), 4, 0, 1),
     Problem("zero-k", (4, 0), 6, 0, 1, bias=True),
 ]
+HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 
 
 def integers(problem: Problem, rank: int, group_size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +125,17 @@ def saved_for_backward() -> Iterator[list[Tensor]]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         yield saved
+
+
+@contextmanager
+def logged(level: int = logging.NOTSET) -> Iterator[list[str]]:
+    messages, handler = list[str](), logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fusedcomm").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("fusedcomm").removeHandler(handler)
 
 
 @contextmanager

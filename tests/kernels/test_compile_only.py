@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
-
 from tests.helpers.compilers import Target
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.kernels.conftest import Compiled

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from fusedcomm.plan import descriptors, launches, tiles
+from fusedcomm.plan import descriptors, launches
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
-from tests.helpers.kernel_calls import by_name, check_calls
+from tests.helpers.kernel_calls import by_name, by_tma, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import thorough_but
 from tests.helpers.virtual_ranks import FINGERPRINT, virtual_ranks
@@ -44,20 +42,9 @@ BOXES = by_name(  # ragged rows and columns, and K in whole blocks or with an en
 )
 
 
-@pytest.fixture
-def by_tma(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The path of sm_90 and later: chunks and w by boxes. Has the arguments of each descriptor of slots."""
-    made = []
-
-    def counted(*args: Any, describe: Any = launches.describe_slots) -> Any:
-        made.append(args)
-        return describe(*args)
-
-    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
-    monkeypatch.setattr(tiles, "BLOCK_K", 16)
-    monkeypatch.setattr(tiles, "matmul_config", lambda *args: TileConfig(32, 32, 16, 2, 4, 1, True))
-    monkeypatch.setattr(launches, "describe_slots", counted)
-    return made
+@pytest.fixture(name="by_tma")
+def slots_by_tma(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return by_tma(monkeypatch, "describe_slots", TileConfig(32, 32, 16, 2, 4, 1, True))
 
 
 @pytest.mark.parametrize("name", thorough_but(["rows", "K", "ragged, batched", "heads"], BOXES))

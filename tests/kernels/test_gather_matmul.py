@@ -15,16 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.tiers import thorough_but
-
-pytest.importorskip("triton")
-
 from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
+from tests.helpers.tiers import thorough_but
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, guarded, record, sizes_and_names, virtual_ranks
 
 _gather = partial(Problem, op="all_gather_matmul")

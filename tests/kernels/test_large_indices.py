@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from fusedcomm.memory.segment import MOST_SLOT_BYTES
 from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry import shapes

@@ -18,8 +18,6 @@ from unittest.mock import ANY
 
 import pytest
 
-pytest.importorskip("triton")
-
 from tests.helpers import compile_only
 from tests.helpers.compilers import TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.cubin import CubinKernel

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.helpers.tiers import thorough_but
-
-pytest.importorskip("triton")
-
 from triton.runtime.errors import InterpreterError
 
 from fusedcomm.kernels.triton import primitives, rounds
@@ -27,8 +22,9 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup, run_op
-from tests.helpers.kernel_calls import by_name, check_calls, exchange_of
+from tests.helpers.kernel_calls import by_name, by_tma, check_calls, exchange_of
 from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.tiers import thorough_but
 from tests.helpers.virtual_ranks import FINGERPRINT, flag, record, sizes_and_names, virtual_ranks
 
 CASES = by_name(  # every Span shape, at sizes that no tile divides
@@ -101,24 +97,9 @@ DESCRIBED = by_name(
 )
 
 
-def by_tma(monkeypatch: pytest.MonkeyPatch, config: TileConfig) -> list[Any]:
-    """Take the path of sm_90 and later: a tile is one box of x and one of w. Returns what describes x, by launch."""
-    described = []
-
-    def counted(*args: Any, describe: Any = launches.describe_x) -> Any:
-        described.append(args)
-        return describe(*args)
-
-    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
-    monkeypatch.setattr(tiles, "BLOCK_K", 16)
-    monkeypatch.setattr(tiles, "matmul_config", lambda *args: config)
-    monkeypatch.setattr(launches, "describe_x", counted)
-    return described
-
-
 @pytest.mark.parametrize("name", thorough_but(["columns", "batched, transposed"], DESCRIBED))
 def test_tensor_descriptors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = by_tma(monkeypatch, TileConfig(32, 32, 16, 2, 4, 1, True))
+    described = by_tma(monkeypatch, "describe_x", TileConfig(32, 32, 16, 2, 4, 1, True))
     check_calls(DESCRIBED[name], 2, dtype=torch.bfloat16)
     assert described
 
@@ -142,7 +123,7 @@ def test_tma_loads_begin_at_multiples_of_16_bytes(
     remainder: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Columns are cut anywhere, in one run and in two. The interpreter refuses loads that begin elsewhere."""
-    described = by_tma(monkeypatch, TileConfig(16, 16, 16, 2, 4, 1))
+    described = by_tma(monkeypatch, "describe_x", TileConfig(16, 16, 16, 2, 4, 1))
     monkeypatch.setattr(tiles, "_MAX_RUN_WASTE", 2)
     columns = 16 + remainder
     one = Problem("one run", (3, 8), columns, 0, 1, bias=True, transposed=transposed)
@@ -158,7 +139,7 @@ def test_tma_loads_begin_at_multiples_of_16_bytes(
 
 def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """K is no multiple of BLOCK_K: behind K of one batch lies the next batch, which is infinite here."""
-    described = by_tma(monkeypatch, TileConfig(16, 16, 16, 2, 4, 1))
+    described = by_tma(monkeypatch, "describe_x", TileConfig(16, 16, 16, 2, 4, 1))
     x, w = torch.ones(2, 16, 24), torch.ones(2, 24, 16)
     w[1] = math.inf
     exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, 1, 2, 1)

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.geometry import shapes

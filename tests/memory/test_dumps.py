@@ -22,10 +22,9 @@ import fusedcomm
 from fusedcomm.memory import dumps, flight_recorder
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import OPS, PROBLEMS, integers
+from tests.helpers.problems import HEADS, OPS, integers
 from tests.ops.test_call_check import ONE_EACH
 
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 CPU = torch.device("cpu")
 
 

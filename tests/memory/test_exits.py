@@ -26,12 +26,11 @@ from fusedcomm.memory.segment import LAST_WORDS_BYTES
 from tests.faults.steps import at_step
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS
+from tests.helpers.problems import HEADS
 from tests.helpers.process_programs import NUM_RANKS, PROGRAMS
 from tests.helpers.tiers import nightly_but
 from tests.helpers.waiting import wait_until
 
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 WORDS = "LookupError: no more data, after call 1"
 AT_ONCE_S = 10.0  # long before the time-out, on a busy machine too
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.plan.geometry.cut import Cut, Parts
 from fusedcomm.redistribution import execute
@@ -20,6 +18,7 @@ from fusedcomm.run import reference
 from fusedcomm.run.reference import all_gather_into_tensor
 from tests.helpers import redistribution_world as world
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
 
 # The functional collectives that gloo of torch 2.11 to 2.15 copies to the host, and its class for CUDA tensors. Sums
 # have theirs in libtorch_cuda (ProcessGroupGlooCuda.cpp), and a reduce_scatter is an all_reduce.
@@ -29,20 +28,6 @@ COPIED = {
     "all_reduce": None,
     "reduce_scatter_tensor": None,
 }
-
-
-class Names(TorchDispatchMode):
-    """The names of the functional collectives that have run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "_c10d_functional":
-            self.names.add(name)
-        return func(*args, **kwargs or {})
 
 
 @contextmanager
@@ -71,14 +56,14 @@ def run_all(rank: int) -> None:
 
 @on_ranks(2)
 def test_no_collective_that_ends_the_process_gets_cuda_tensors(rank: int) -> None:
-    with pretended_cuda(), Names() as ran:
+    with pretended_cuda(), Dispatched() as ran:
         run_all(rank)
-    assert ran.names - {"wait_tensor"} == set(COPIED)
+    assert set(ran.names("_c10d_functional")) == set(COPIED)
 
 
 @on_ranks(2)
 def test_ranks_understand_each_other_whichever_form_each_takes(rank: int) -> None:
-    with pretended_cuda() if rank == 0 else Names():
+    with pretended_cuda() if rank == 0 else nullcontext():
         gathered = all_gather_into_tensor(torch.full((2, 3), float(rank)), 2, dist.group.WORLD.group_name)
         gathered = torch.ops._c10d_functional.wait_tensor(gathered)
     assert torch.equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3))

@@ -23,10 +23,9 @@ from fusedcomm.memory import members, workspace
 from tests.helpers.cut_store import CutStore
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS, Problem
+from tests.helpers.problems import HEADS, Problem
 from tests.helpers.symmetric_memory import CPU, footprint, make, timeout
 
-PROBLEM = next(problem for problem in PROBLEMS if problem.name == "heads")
 LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 AFTER_S = 0.2
 WITHIN_S = 5.0  # less than a second where nothing else runs
@@ -65,19 +64,19 @@ def test_ctrl_c(rank: int, phase: str) -> None:
         if phase != "vote":
             members.member(group.group_name, CPU)
         if phase == "copy-out":
-            check(group, PROBLEM, call(group, PROBLEM))
+            check(group, HEADS, call(group, HEADS))
         interrupt(rank, phase, group)
         dist.barrier(group)
         if phase != "vote":
             with pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset") as caught:
-                call(group, PROBLEM)
+                call(group, HEADS)
             assert caught.value.peers == [1]
             assert rank == 0 or "left by KeyboardInterrupt" in str(caught.value)
             del caught
         dist.barrier(group)
         fusedcomm.reset(group)
         for seed in range(3):
-            check(group, PROBLEM, call(group, PROBLEM, seed), seed)
+            check(group, HEADS, call(group, HEADS, seed), seed)
         fusedcomm.close(group)
         assert footprint() == before
 
@@ -92,12 +91,12 @@ def interrupt(rank: int, phase: str, group: Any) -> None:
         dist.barrier(group)
         if rank == 1:
             with interrupted():
-                call(group, PROBLEM)
+                call(group, HEADS)
         if phase == "vote":
             dist.barrier(group)
         if rank == 0:
             try:
-                call(group, PROBLEM)
+                call(group, HEADS)
                 assert phase == "copy-out"  # its data had come
             except fusedcomm.PeerError as error:
                 assert error.peers == [1]
@@ -136,8 +135,8 @@ def test_ctrl_c_while_the_store_is_cut_off() -> None:
 
 FOLDERS = tuple(str(Path(fusedcomm.__file__).parent / each) for each in ("memory", "run", "ops"))
 SWEPT = {
-    "warm": lambda group: call(group, PROBLEM),
-    "first": lambda group: call(group, PROBLEM),
+    "warm": lambda group: call(group, HEADS),
+    "first": lambda group: call(group, HEADS),
     "growth": lambda group: call(group, LARGER),
     "close": fusedcomm.close,
     "reset": fusedcomm.reset,
@@ -174,7 +173,7 @@ def test_ctrl_c_at_every_function(rank: int, phase: str) -> None:
     while not ended:
         with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
             if phase != "first":
-                check(group, PROBLEM, call(group, PROBLEM))
+                check(group, HEADS, call(group, HEADS))
                 member_of(group).workspace.timeout_s = SHORT_S
             dist.barrier(group)
             at = AtCall(number if rank == 1 else 0)
@@ -183,10 +182,10 @@ def test_ctrl_c_at_every_function(rank: int, phase: str) -> None:
                     SWEPT[phase](group)
                 dist.barrier(group)
                 with suppress(fusedcomm.PeerError):
-                    check(group, PROBLEM, call(group, PROBLEM, 1), 1)
+                    check(group, HEADS, call(group, HEADS, 1), 1)
             dist.barrier(group)
             fusedcomm.reset(group)
-            check(group, PROBLEM, call(group, PROBLEM, 2), 2)
+            check(group, HEADS, call(group, HEADS, 2), 2)
             over = [rank == 1 and at.left > 0]
             dist.broadcast_object_list(over, 1)
             number, ended = number + 1, over[0]

@@ -17,10 +17,9 @@ import fusedcomm
 from fusedcomm.memory import group_member, members
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS
+from tests.helpers.problems import HEADS
 from tests.helpers.symmetric_memory import CPU, footprint
 
-PROBLEM = next(problem for problem in PROBLEMS if problem.name == "heads")
 MIB = 1 << 20
 
 
@@ -61,7 +60,7 @@ def check_all_alike(group: Any, found: str, before: tuple[int, int]) -> None:
     fusedcomm.close(group)
     assert footprint() == before
     fusedcomm.reset(group)
-    check(group, PROBLEM, call(group, PROBLEM, 1), 1)
+    check(group, HEADS, call(group, HEADS, 1), 1)
     assert member_of(group).no_workspace is None
 
 
@@ -74,11 +73,11 @@ WITHOUT_DESCRIPTORS = ["rank 1: it cannot find out what", "rank 1 has nothing to
 def test_a_rank_without_descriptors(rank: int, left: int, found: str) -> None:
     with fresh_group(TIMEOUT_S="5") as group:
         with fusedcomm.force_algorithm("unfused"):
-            check(dist.group.WORLD, PROBLEM, call(dist.group.WORLD, PROBLEM))  # torch has loaded what it uses
+            check(dist.group.WORLD, HEADS, call(dist.group.WORLD, HEADS))  # torch has loaded what it uses
         before = footprint()
         dist.barrier(group)
         with descriptors_left(left) if rank == 1 else nullcontext():
-            check(group, PROBLEM, call(group, PROBLEM))
+            check(group, HEADS, call(group, HEADS))
         check_all_alike(group, found, before)
 
 
@@ -97,7 +96,7 @@ def test_a_rank_without_address_space(rank: int, left: int, found: str) -> None:
         patch.setattr(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         with limited(resource.RLIMIT_AS, used + left + 8 * MIB) if rank == 1 else nullcontext():
-            check(group, PROBLEM, call(group, PROBLEM))
+            check(group, HEADS, call(group, HEADS))
         check_all_alike(group, found, before)
 
 
@@ -108,7 +107,7 @@ def test_a_rank_whose_files_must_be_small(rank: int) -> None:
         members.member(group.group_name, CPU)
         before = footprint()
         with limited(resource.RLIMIT_FSIZE, MIB) if rank == 1 else nullcontext():
-            check(group, PROBLEM, call(group, PROBLEM))
+            check(group, HEADS, call(group, HEADS))
         check_all_alike(group, "File too large", before)
 
 

@@ -13,11 +13,8 @@ from fusedcomm.memory import patience, workspace
 from fusedcomm.memory.vote import agree
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS
+from tests.helpers.problems import HEADS
 from tests.helpers.waiting import wait_until
-
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
-
 
 SECONDS = r"\d+(\.\d+)?"
 

@@ -27,11 +27,10 @@ from tests.helpers.groups import call, check, member_of, refuse_a_forked_child
 from tests.helpers.heaps import in_child
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import check_prepared, python_calls, started_group
-from tests.helpers.problems import PROBLEMS, integers
+from tests.helpers.problems import HEADS, integers
 from tests.helpers.waiting import wait_until
 from tests.memory.test_interrupts import AFTER_S, interrupted
 
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 FACTS = ("op", "group_name", "device", "exchange", "dtype", "ranks", "resets", "algorithm", "state", "error", "peers")
 
 

@@ -23,9 +23,8 @@ from fusedcomm.ops import dispatch
 from fusedcomm.plan.call_plan import Plan
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS, Problem
+from tests.helpers.problems import HEADS, Problem
 
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 SMALL, LARGE = Problem("small", (6, 8), 4, 0, 1), Problem("large", (6000, 8), 512, 0, 1)
 
 

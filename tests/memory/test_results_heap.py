@@ -19,6 +19,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from tests.helpers.groups import empty_is_nan
 from tests.helpers.heaps import BYTES, MB, NUMEL, PAGE, in_heap, make_heap, places
 from tests.helpers.symmetric_memory import CPU, native
 
@@ -120,6 +121,7 @@ def test_tensors_outlive_heap_and_segment_and_then_memory_goes() -> None:
 
 AT_THE_END = """
 import torch
+from tests.helpers.groups import empty_is_nan
 from tests.helpers.heaps import in_heap, make_heap
 
 heap = make_heap()
@@ -184,11 +186,8 @@ def test_small_results_take_no_blocks() -> None:
     in_heap(heap)
     results = [heap.empty([n], torch.uint8) for n in (1, PAGE - 1, PAGE)]
     assert places(heap, results) == [None, None, 0] and heap.num_blocks == 1
-    torch.use_deterministic_algorithms(True)
-    try:
+    with empty_is_nan():
         assert heap.empty([3], torch.float32).isnan().all()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_a_heap_in_pieces_costs_no_long_search() -> None:

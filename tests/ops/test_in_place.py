@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -156,23 +156,11 @@ def test_results_that_are_held_are_never_changed(rank: int, world_size: int, pre
 
 @on_ranks(2)
 def test_groups_on_threads_have_heaps_of_their_own(rank: int) -> None:
-    failed: list[BaseException] = []
-
-    def run(group: Any, seed: int) -> None:
-        try:
-            random_calls(group, 60, seed, sleeps=False)
-        except BaseException as error:
-            failed.append(error)
-
     with fresh_group() as a, fresh_group() as b, fusedcomm.force_algorithm("chunked", strict=True):
         for group in (a, b):  # votes of both at once would need more of gloo
             warm_up(group, TO_ALL)
-        threads = [threading.Thread(target=run, args=(group, i)) for i, group in enumerate((a, b))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failed == []
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda group, seed: random_calls(group, 60, seed, sleeps=False), (a, b), (0, 1)))
         heaps = [member_of(group).workspace.results.buffers[rank].data_ptr() for group in (a, b)]
         assert heaps[0] != heaps[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,12 +18,11 @@ from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
 from tests.helpers.prepared import CALLS, IN_PYTHON, check_prepared, num_prepared, python_calls, started_group
-from tests.helpers.problems import OPS, PROBLEMS, Problem, integers
+from tests.helpers.problems import HEADS, OPS, Problem, integers
 from tests.helpers.spies import Dispatched
 from tests.ops.test_call_check import ONE_EACH
 
 PREPARED = ["chunked"]
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 
 
@@ -292,14 +292,6 @@ def test_threads(rank: int, algorithm: str) -> None:
     x, w = torch.arange(8.0).view(4, 2) + rank, torch.eye(2)
     with started_group(algorithm) as group:
         want = fusedcomm.matmul_all_reduce(x, w, group)
-        outs: list[torch.Tensor] = []
-
-        def many() -> None:
-            outs.extend(fusedcomm.matmul_all_reduce(x, w, group) for _ in range(50))
-
-        threads = [threading.Thread(target=many) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(outs) == 50 * len(threads) and all(torch.equal(out, want) for out in outs)
+        with ThreadPoolExecutor(3) as threads:
+            outs = threads.map(lambda _: [fusedcomm.matmul_all_reduce(x, w, group) for _ in range(50)], range(3))
+            assert all(torch.equal(out, want) for each in outs for out in each)

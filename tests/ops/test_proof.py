@@ -36,6 +36,7 @@ from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, integers
+from tests.helpers.spies import logged
 from tests.helpers.tiers import nightly_but
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -81,18 +82,6 @@ def planted_in(algorithm: str, plant: Plant) -> Any:
         return plant(dist.get_rank(), right, plan, *args)
 
     return mock.patch.object(calls, "run", run)
-
-
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fusedcomm").addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logging.getLogger("fusedcomm").removeHandler(handler)
 
 
 def plan_of_all(group: Any, problem: Problem) -> Plan:
@@ -177,7 +166,7 @@ PLANTED = {
 @pytest.mark.parametrize("problem", [PUSH, GATHER, REDUCE], ids=str)
 def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, problem: Problem) -> None:
     """Growth does not prove again, but a reset does; and the proof grows nothing."""
-    with proving(tmp_path) as (group, made), warnings() as messages:
+    with proving(tmp_path) as (group, made), logged(logging.WARNING) as messages:
         assert plan_of_all(group, problem).reason.endswith("; proved at its first call") and not made
         check(group, problem, call(group, problem))
         assert made == [f"{problem.op} chunked"] and not messages
@@ -213,7 +202,7 @@ def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, proble
 def test_what_fails_its_proof_is_off_for_all_ranks(rank: int, tmp_path: Path, name: str, problem: Problem) -> None:
     plant, text = PLANTED[name]
     start = time.monotonic()
-    with proving(tmp_path, plant, TIMEOUT_S="4") as (group, made), warnings() as messages:
+    with proving(tmp_path, plant, TIMEOUT_S="4") as (group, made), logged(logging.WARNING) as messages:
         for seed in range(3):
             check(group, problem, call(group, problem, seed), seed)
         plan = plan_of_all(group, problem)

@@ -37,13 +37,12 @@ from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
-from tests.helpers.problems import PROBLEMS
+from tests.helpers.problems import HEADS
 from tests.helpers.symmetric_memory import Ranks, error_of, make, timeout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 CPU = torch.device("cpu")
-PROBLEM = next(problem for problem in PROBLEMS if problem.name == "heads")
 NUMBERS = replace(DEFAULTS["cpu"], source=TUNED)
 OTHER_NUMBERS = replace(NUMBERS, copy_bandwidth=2e9)
 
@@ -258,7 +257,7 @@ def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
     before = set(keys())
     dist.barrier()
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-        check(group, PROBLEM, call(group, PROBLEM))
+        check(group, HEADS, call(group, HEADS))
         dist.barrier(group)
         posts = {purpose: groups.store(group, f"{purpose}/cpu").get("post/0") for purpose in ("topology", "workspace")}
         new = [key for key in keys() if key not in before and "fusedcomm/" in key]

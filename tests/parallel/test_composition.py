@@ -27,14 +27,15 @@ import fusedcomm.parallel
 from fusedcomm.parallel import sharded_linear
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.small_llama import (
+    CLOSE,
     TAKES_PARTIAL_SUMS,
     Attention,
     Block,
     FeedForward,
     Llama,
-    agree,
     batch_of,
     by_ops,
+    check,
     difference,
     llama,
     loss_of,
@@ -45,7 +46,6 @@ from tests.helpers.small_llama import (
 )
 from tests.helpers.tiers import thorough_but
 
-CLOSE = 1e-6  # relative; float32 has 1.2e-7, and torch's own styles are 6e-7 away
 non_reentrant = functools.partial(checkpoint, use_reentrant=False)
 
 Change = Callable[[Llama], dict[str, Any]]  # makes a change to the model, and returns arguments of `train`
@@ -91,8 +91,7 @@ CHANGES: dict[str, Change] = {
 def test_training(rank: int, name: str) -> None:
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
     run = train(model, **CHANGES[name](model))
-    assert difference(run, plain()) <= CLOSE
-    agree(run)
+    check(run)
     assert by_ops(model)
 
 
@@ -101,8 +100,7 @@ def test_training(rank: int, name: str) -> None:
 def test_clipping_right_after_the_backward(rank: int) -> None:
     """As programs have it that know nothing of `SequenceParallel`'s partial sums."""
     run = train(parallelize(llama(), init_device_mesh("cpu", (2,))), laid_out=False)
-    assert difference(run, plain()) <= CLOSE
-    agree(run)
+    check(run)
 
 
 def own_part(bias: Tensor | None) -> Tensor | None:
@@ -124,7 +122,7 @@ def test_wrapped_linears(rank: int) -> None:
     """Each in a checkpoint of its own takes what was made ahead, and multiplies what was gathered once more."""
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
     wrapped(nn.Linear)(model)
-    assert difference(train(model), plain()) <= CLOSE
+    check(train(model))
     ran = [each for each in fusedcomm.parallel.explain_layers(model).values() if each.startswith("F.linear")]
     assert len(ran) == 10
 
@@ -154,7 +152,7 @@ def test_deepcopy(rank: int) -> None:
     loss_of(model, batch_of(0)).backward()
     model.zero_grad()
     copied = copy.deepcopy(model)
-    assert difference(train(copied), plain()) <= CLOSE
+    check(train(copied))
     assert by_ops(copied)
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(parameter), llama().get_parameter(name)), "the copy shares memory"

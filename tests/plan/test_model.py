@@ -76,14 +76,8 @@ def close(expected: float) -> Any:
 
 
 @pytest.mark.parametrize("op", WITH_NORM)
-def test_without_overheads_and_with_endless_rates_nothing_takes_time(op: str) -> None:
-    assert seconds(op, GPU) == {name: close(0) for name in ("unfused", "chunked", "fused")}
-    assert seconds(op, CPU) == {name: close(0) for name in ("unfused", "chunked")}
-
-
-@pytest.mark.parametrize("op", WITH_NORM)
 def test_every_algorithm_does_the_flops_once(op: str) -> None:
-    """Sizes are such that tiles divide them, on as many SMs."""
+    """Nothing else takes time. Sizes are such that tiles divide them, on as many SMs."""
     gpu = replace(GPU, matmul_flops=RATE, fused_flops=RATE)
     assert seconds(op, gpu) == {name: close(FLOPS / 1e9) for name in ("unfused", "chunked", "fused")}
     assert seconds(op, replace(CPU, matmul_flops=RATE)) == {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +23,7 @@ from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.cost.model import DEFAULTS, Constants
 from fusedcomm.tools import main
 from fusedcomm.tools.selftest_checks import settings
+from tests.helpers.spies import logged
 
 CPU = torch.device("cpu")
 FAST = replace(DEFAULTS["cpu"], source=model.TUNED, copy_bandwidth=3e9)
@@ -159,19 +159,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache: Path, mo
 @contextlib.contextmanager
 def own_cache(directory: str) -> Iterator[list[str]]:
     """The cache of a rank of its own, and what is logged."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    before = os.environ.get("FUSEDCOMM_CACHE_DIR")
-    os.environ["FUSEDCOMM_CACHE_DIR"] = directory
-    logging.getLogger("fusedcomm").addHandler(handler)
-    try:
+    with mock.patch.dict(os.environ, FUSEDCOMM_CACHE_DIR=directory), logged() as messages:
         yield messages
-    finally:
-        logging.getLogger("fusedcomm").removeHandler(handler)
-        del os.environ["FUSEDCOMM_CACHE_DIR"]
-        if before is not None:
-            os.environ["FUSEDCOMM_CACHE_DIR"] = before
 
 
 def plan_with(rank: int, directory: str, numbers: list[Constants | str | None]) -> tuple[str, list[str]]:

@@ -6,20 +6,19 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.redistribution import execute, reductions, steps, uneven
 from fusedcomm.redistribution.steps import Step
 from tests.helpers import redistribution_world as world
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import Dispatched
 
 Ranks = Callable[[int], RankPool]
 Placed = tuple[int | str | None, ...]
@@ -126,17 +125,6 @@ COLLECTIVES = {
 }
 
 
-class Spy(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional":
-            self.called.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 def traced(run: Callable[..., Tensor], local: Tensor) -> Tensor:
     return make_fx(lambda x: run(x, wait=False), tracing_mode="fake")(local)(local)
 
@@ -152,8 +140,9 @@ def test_collectives_of_torch(rank: int) -> None:
         local = world.strided(oracle.local(coordinate).float(), random.Random(rank))
         oracle.move(step.after)
         run = partial(execute.run, step, coordinate, order, dist.group.WORLD.group_name)
-        with Spy() as spy:
+        with Dispatched() as spy:
             got = run(local)
-        assert spy.called == ([] if kind == steps.SLICE else [COLLECTIVES[step.sends_as], "wait_tensor"])
+        called = [name.partition("::")[2] for name, _ in spy.calls if name.startswith("_c10d_functional::")]
+        assert called == ([] if kind == steps.SLICE else [COLLECTIVES[step.sends_as], "wait_tensor"])
         for result in (got, run(local, wait=False).clone(), traced(run, local)):
             assert result.is_contiguous() and torch.equal(result, oracle.local(coordinate).float()), step

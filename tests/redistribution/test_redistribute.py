@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import math
 import random
 import weakref
@@ -31,6 +30,7 @@ from fusedcomm.launch.ranks import RankPool
 from tests.helpers.block_checks import interpreted
 from tests.helpers.merge_world import fake_ranks
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import logged
 
 Ranks = Callable[[int], RankPool]
 
@@ -337,9 +337,8 @@ def test_strided_shards_are_an_order_of_the_mesh_dims(rank: int) -> None:
 
 def by_torch(rank: int) -> list[str]:
     """What is left to torch has its values, and the log has the reasons."""
-    mesh, heard = mesh_of((2, 2)), _Heard()
-    logging.getLogger("fusedcomm").addHandler(heard)
-    try:
+    mesh = mesh_of((2, 2))
+    with logged() as texts:
         whole = torch.arange(8).reshape(4, 2)
         bits = DTensor.from_local(whole << rank, mesh, [Partial("bor"), Partial("bor")], run_check=False)
         for _ in range(2):
@@ -352,9 +351,7 @@ def by_torch(rank: int) -> list[str]:
         permuted = DeviceMesh("cpu", [[0, 1], [3, 2]])
         down = distribute_tensor(torch.arange(8.0), permuted, [R, S0])
         assert torch.equal(fusedcomm.redistribute(down, placements=[R, R]).to_local(), torch.arange(8.0))
-    finally:
-        logging.getLogger("fusedcomm").removeHandler(heard)
-    return heard.texts
+    return texts
 
 
 @on_ranks(4)
@@ -423,15 +420,6 @@ def alone(rank: int) -> bool:
 
 def test_nothing_to_do_is_no_collective_and_keeps_no_mesh_alive(ranks: Ranks) -> None:
     assert ranks(4).run(alone) == [True] * 4
-
-
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def test_what_only_torch_knows_is_left_to_it_and_logged_once(ranks: Ranks) -> None:

@@ -28,6 +28,7 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.tools.selftest_checks import settings
+from tests.helpers.groups import empty_is_nan
 from tests.helpers.in_place import in_place_from
 from tests.soak import invoke
 from tests.soak.jitter import jitter
@@ -57,7 +58,7 @@ def run_program(
     if steps is not None:
         program = program.only(steps)
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    with settings(TIMEOUT_S=str(WAIT_S[device_type])), _uninitialised_is_nan(), _quiet():
+    with settings(TIMEOUT_S=str(WAIT_S[device_type])), empty_is_nan(warn_only=True), _quiet():
         outcome = _Worker(rank, program, device).run()
         outcome.late = time.time() > deadline
         what = "; ".join(map(str, outcome.failures)) or "a soak program"
@@ -206,16 +207,6 @@ class _Result:
     data: KnownValues | UnevenValues
     rank: int  # in the group
     outs: list[Tensor]
-
-
-@contextmanager
-def _uninitialised_is_nan() -> Iterator[None]:
-    """torch fills what ``empty`` returns with NaN: an element that an op leaves out shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

@@ -22,10 +22,9 @@ from fusedcomm.memory.departures import KILLED
 from fusedcomm.tools import dump_verdicts
 from fusedcomm.tools.dump_verdicts import Dump, RecordedCall, judge
 from tests.helpers.groups import call, check, fresh_group
-from tests.helpers.problems import PROBLEMS
+from tests.helpers.problems import HEADS
 from tests.helpers.waiting import wait_until
 
-HEADS = next(problem for problem in PROBLEMS if problem.name == "heads")
 WORLD = [0, 1, 2]
 FIELDS: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(RecordedCall))
 FIELDS |= {"op": "op", "group": "g", "ranks": WORLD, "device": "cpu", "resets": 0, "peers": [], "arguments": {}}
