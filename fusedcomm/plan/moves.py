@@ -34,6 +34,7 @@ from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Signal, Stream, Test, Wait
 
 MAIN, SENDS, READS = Stream
+Normed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # normed, out, residual, weight, bias
 
 
 class Arrival(NamedTuple):
@@ -292,7 +293,7 @@ class Moves:
             s.reduce(total, [*parts, *more], bias, scale)
         s.add(EndRound())
 
-    def reduce_norm(self, spans: RoundSpans, *operands: Tensor | None, eps: float) -> None:
+    def reduce_norm(self, spans: RoundSpans, operands: Normed, eps: float) -> None:
         """On a GPU: `launches.reduce_norm`, which waits for all chunks and ends the round."""
         with self.s.on(READS), self.s.lane("copy"):
             launches.reduce_norm(self.s, *operands, spans, eps)

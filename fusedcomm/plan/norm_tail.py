@@ -17,7 +17,7 @@ from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, Given, Program
 from fusedcomm.plan.fused import copy_engines_send
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.moves import Moves
+from fusedcomm.plan.moves import Moves, Normed
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import EndRound
 
@@ -106,13 +106,13 @@ def _one_shot_by_kernels(
     residual = s.contiguous(residual)
     terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
     normed, out = (s.result(residual.shape, x.dtype) if each is None else each for each in (normed, out))
-    operands = normed, out, residual, norm_weight, bias
+    operands: Normed = normed, out, residual, norm_weight, bias
     moves = Moves(s, x.dtype) if not fused or copy_engines_send(exchange, s.device, x.itemsize) else None
     for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
         if moves is not None:
             moves.begin(spans)
             moves.pack(spans, terms, None, own=True)
-            moves.reduce_norm(spans, *operands, eps=eps)
+            moves.reduce_norm(spans, operands, eps)
         else:
             with s.lane("push"):
                 launches.pack(s, terms, spans)

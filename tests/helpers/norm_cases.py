@@ -30,18 +30,18 @@ class NormCase(Case):
         return NormProblem(PROGRAMS["matmul_all_reduce"], MatmulSize(self.shape[0], K, self.shape[1]), num_ranks, seed)
 
     def tensors(self, rank: int, num_ranks: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor | None]:
-        """x, w, bias, residual, norm_weight: the operands of the program."""
+        """The operands of the program, without memory for its results."""
         problem = self.problem(num_ranks, seed)
-        x, w, bias = (ts[rank] for ts in (problem.sums.xs, problem.sums.ws, problem.sums.biases))
-        if self.op == "all_reduce_norm":
-            x, w = problem.sums.payloads[rank], None
-        return [None if t is None else t.to(dtype) for t in (x, w, bias, problem.residual, problem.weight)]
+        sums = problem.sums
+        x = [sums.payloads[rank], None] if self.op == "all_reduce_norm" else [sums.xs[rank], sums.ws[rank]]
+        given = *x, sums.biases[rank], problem.residual, problem.weight, None, None
+        return [None if t is None else t.to(dtype) for t in given]
 
     def arguments(self, rank: int, num_ranks: int, dtype: torch.dtype) -> Arguments:
         *lead, n = self.shape
-        made = {"dtype": dtype, "device": "meta"}
-        w, bias, residual, weight = (torch.empty(shape, **made) for shape in ((K, n), (n,), self.shape, (n,)))
-        x = torch.empty(*lead, K, **made) if "matmul" in self.op else residual
+        shapes = (K, n), (n,), self.shape, (n,), (*lead, K)
+        w, bias, residual, weight, x = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+        x = x if "matmul" in self.op else residual
         ws = [w] if "matmul" in self.op else [None]
         return Arguments(x, ws, [bias], num_ranks, "", residual=residual, norm_weight=weight, eps=0.0)
 

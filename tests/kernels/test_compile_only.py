@@ -193,8 +193,8 @@ def test_the_host_s_memory_gets_no_atomics(name: str, folder: Path, target: Targ
         assert atomics_on_record(f"{ptx}\n\t@%p1 atom.global.acq_rel.gpu.cas.b64 %rd1, [ {at} + 0 ], %rd2, %rd3;")
 
 
-LARGEST = ("push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal")
-LARGEST += ("reduce and norm 8192", "norm 8192")
+LARGEST = ["push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal"]
+LARGEST += ["reduce and norm 8192", "norm 8192"]
 
 
 @pytest.mark.nightly

@@ -44,7 +44,7 @@ LARGE = [  # one round each, but with tiles for all SMs
     Problem("heads-to-tokens", (2048, 256), 8192, 1, 0, op="all_to_all_matmul"),
     Problem("rows", (2048, 256), 2048, scatter_dim=0, op="matmul_reduce_scatter"),
 ]
-FEW_ROWS = [
+FEW_ROWS: list[Problem | Uneven | Case] = [
     Problem("few-rows", (16, 128), 256, 0, 1),
     Problem("few-rows", (16, 128), 256, 0, op="all_gather_matmul"),
     Problem("few-rows", (16, 128), 256, scatter_dim=0, op="matmul_reduce_scatter"),

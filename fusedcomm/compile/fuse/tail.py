@@ -77,11 +77,12 @@ def _other(node: Node, operand: Node) -> Node | None:
 
 def _is_per_column(node: Node, like: Node) -> bool:
     shape, n = sizes_of(value(node)), sizes_of(value(like))[-1]
-    return value(node).dtype == value(like).dtype and shape != sizes_of(value(like)) and _holds_columns(shape, n)
+    is_smaller = shape != sizes_of(value(like))
+    return is_smaller and value(node).dtype == value(like).dtype and _holds_columns(shape, n)
 
 
 def _holds_columns(shape: list[Size], n: Size) -> bool:
-    return shape[-1:] == [n] and all(size == 1 for size in shape[:-1])
+    return bool(shape[-1:] == [n]) and all(size == 1 for size in shape[:-1])
 
 
 def _norm(x: Node) -> tuple[Node, Node | None, float]:
@@ -95,8 +96,9 @@ def _norm(x: Node) -> tuple[Node, Node | None, float]:
 
 
 def _is_square(node: Node, x: Node) -> bool:
-    is_power = node.target is aten.pow.Tensor_Scalar and node.args[1] == 2
-    return is_power or (node.target is aten.mul.Tensor and node.args == (x, x))
+    if node.target is aten.pow.Tensor_Scalar:
+        return bool(node.args[1] == 2)
+    return node.target is aten.mul.Tensor and node.args == (x, x)
 
 
 def _scaled(x: Node, wide: Node, mean: Node) -> tuple[Node, Node | None, float] | None:
