@@ -38,10 +38,10 @@ def test_wrong_values_are_found(rank: int) -> None:
 @pytest.mark.usefixtures("shared_ranks")
 def test_decode_writes_what_it_draws_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
-    sizes = ("--rows", "1", "3", "--hidden", "32", "--K", "16", "--rounds", "1")
+    sizes = ("--rows", "512", "600", "--hidden", "4096", "--K", "4", "--rounds", "1")  # of which one call is measured
     assert main(["bench", "decode", *sizes, "--json", str(file), "--plot", str(picture)]) == 0
     rows, printed = json.loads(file.read_text())["rows"], capsys.readouterr().out
-    assert [(row["dtype"], row["rows"]) for row in rows] == [("float32", 1), ("float32", 3)]
+    assert [(row["dtype"], row["rows"]) for row in rows] == [("float32", 512), ("float32", 600)]
     for row in rows:
         times = {name: timing["median"] for name, timing in row["times"].items()}
         assert row["tail_ratio"]["median"] == pytest.approx(times["tail"] / times["unfused tail"])
