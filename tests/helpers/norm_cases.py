@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import torch
@@ -32,18 +33,15 @@ class NormCase(Case):
     def tensors(self, rank: int, num_ranks: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor | None]:
         """The operands of the program, without memory for its results."""
         problem = self.problem(num_ranks, seed)
-        sums = problem.sums
-        x = [sums.payloads[rank], None] if self.op == "all_reduce_norm" else [sums.xs[rank], sums.ws[rank]]
-        given = *x, sums.biases[rank], problem.residual, problem.weight, None, None
+        of_ways = {op: tensors for op, tensors, _ in problem.calls(rank)}
+        given = *of_ways[self.op], None, None
         return [None if t is None else t.to(dtype) for t in given]
 
     def arguments(self, rank: int, num_ranks: int, dtype: torch.dtype) -> Arguments:
         *lead, n = self.shape
-        shapes = (K, n), (n,), self.shape, (n,), (*lead, K)
-        w, bias, residual, weight, x = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
-        x = x if "matmul" in self.op else residual
-        ws = [w] if "matmul" in self.op else [None]
-        return Arguments(x, ws, [bias], num_ranks, "", residual=residual, norm_weight=weight, eps=0.0)
+        made = partial(torch.empty, dtype=dtype, device="meta")
+        x, w = (made((*lead, K)), made((K, n))) if self.op.startswith("matmul") else (made(self.shape), None)
+        return Arguments(x, [w], [made(n)], num_ranks, "", residual=made(self.shape), norm_weight=made(n), eps=0.0)
 
 
 ONE_SHOT = NormCase("matmul_all_reduce_norm", (256, 192), splits="one_shot")  # in rounds

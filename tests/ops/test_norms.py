@@ -108,6 +108,17 @@ def test_values(rank: int, world_size: int, algorithm: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+def test_values_by_kernels(rank: int, name: str) -> None:
+    """In Triton's interpreter, where a block has 64 columns."""
+    shapes = {(5, 7): torch.float16, (3, 97): torch.bfloat16, (0, 8): torch.float32}
+    with way(name), fusedcomm.force_algorithm("fused", strict=True), empty_is_nan():
+        for shape, dtype in shapes.items():
+            case = Case(shape, 2, has_bias=shape[0] == 3, has_weight=shape[0] == 5)
+            check(case.call(rank, dtype, with_matmul=shape[0] == 3), case, dtype)
+
+
+@on_ranks(2)
 def test_values_in_several_rounds(rank: int) -> None:
     case = Case((67, 64), 2)
     for name in ("one_shot", "two_shot"):

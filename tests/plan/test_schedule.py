@@ -52,7 +52,7 @@ FEW_ROWS: list[Problem | Uneven | Case] = [
     Problem("no-rows", (0, 8), 8, 0, op="all_gather_matmul"),
     *norm_cases.OTHERS,
 ]
-PLAIN = [*IN_ROUNDS, norm_cases.ONE_SHOT]
+PLAIN: list[Case] = [*IN_ROUNDS, norm_cases.ONE_SHOT]
 BATCHED = Problem("batched-w", (4, 64, 128), 256, 1, 2, batched=True)
 WAYS: dict[str, tuple[str, Device]] = {
     "chunked": ("chunked", GPU),
