@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -39,9 +40,12 @@ class NormCase(Case):
 
     def arguments(self, rank: int, num_ranks: int, dtype: torch.dtype) -> Arguments:
         *lead, n = self.shape
+        ws: list[Any] = [None]
         made = partial(torch.empty, dtype=dtype, device="meta")
-        x, w = (made((*lead, K)), made((K, n))) if self.op.startswith("matmul") else (made(self.shape), None)
-        return Arguments(x, [w], [made(n)], num_ranks, "", residual=made(self.shape), norm_weight=made(n), eps=0.0)
+        x = made(self.shape)
+        if self.op.startswith("matmul"):
+            x, ws = made((*lead, K)), [made((K, n))]
+        return Arguments(x, ws, [made(n)], num_ranks, "", residual=made(self.shape), norm_weight=made(n), eps=0.0)
 
 
 ONE_SHOT = NormCase("matmul_all_reduce_norm", (256, 192), splits="one_shot")  # in rounds
