@@ -3,16 +3,17 @@
     python -m tests.helpers.launch_path FOLDER ARCH SUITE...
 
 SUITE: ``kernels``, the launches of tests/helpers/compile_only.py; ``few`` and ``few-float32``, calls of all ops as
-users make them; ``all``, all problems in all dtypes; ``uneven``, parts of different sizes; ``views``, parts of tensors;
-``planted``, launches with a defect each; ``slots``, gathers with a defect of the slots that they load; ``time``,
-microseconds of the host. It prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of
-TRITON_CACHE_DIR spares compiling.
+users make them; ``all``, all problems in all dtypes; ``norms``, with a norm behind; ``uneven``, parts of different
+sizes; ``views``, parts of tensors; ``planted``, launches with a defect each; ``slots``, gathers with a defect of the
+slots that they load; ``time``, microseconds of the host. It prints JSON, one object per case. It must run without
+TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -35,8 +36,11 @@ from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from fusedcomm.plan import launches
+from fusedcomm.plan import schedule as schedules
+from fusedcomm.plan.geometry import norm
 from fusedcomm.plan.schedule import Described
 from fusedcomm.run import python_executor
+from fusedcomm.run.packing import pack
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers import compile_only
 from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
@@ -92,7 +96,11 @@ class LaunchPath:
 
         def executed(schedule: Any, memory: Any, op: str, fingerprint: int, inputs: Sequence[Any]) -> Any:
             path.gpu.know(inputs)
-            return execute(schedule, memory, op, fingerprint, inputs)
+            before = len(path.device.launches)
+            found = execute(schedule, memory, op, fingerprint, inputs)
+            if isinstance(memory, Workspace):
+                check_packed(schedule, memory, fingerprint, path.device.launches[before:])
+            return found
 
         python_executor.run = executed
 
@@ -131,6 +139,17 @@ class LaunchPath:
         }
 
 
+def check_packed(schedule: Any, memory: Any, fingerprint: int, reached: Sequence[Launch]) -> None:
+    """The native executor's parameters are those of Triton's launcher, but for addresses and tensor maps."""
+    works = [step.work for step in schedule.steps if isinstance(step.work, schedules.Launch)]
+    for work, launch in zip(works, reached, strict=True):
+        _, packed = pack(work, memory.kernels[id(work)][1], memory, fingerprint)
+        of_run = {at for at, _ in packed.addresses} | {at for at, *_ in packed.maps}
+        for at, data in zip(packed.offsets, launch.arguments, strict=True):
+            if at not in of_run and packed.parameters[at : at + len(data)] != data:
+                raise Refused(f"packed: {work.kernel} must have {data.hex()} at byte {at}")
+
+
 def _as_json(enqueued: Launch | Write) -> dict[str, Any]:
     if isinstance(enqueued, Write):
         return {"kernel": "write", "stream": enqueued.stream}
@@ -159,6 +178,8 @@ def _arguments(name: str, kind: Any, value: Any) -> Iterator[Argument]:
     elif kind.startswith("*"):
         # a tensor without elements has the address 0, which nothing reads
         yield Argument(name, 8, value.data_ptr().to_bytes(8, "little"), is_pointer=value.numel() > 0)
+    elif kind == "fp32":
+        yield Argument(name, 4, struct.pack("<f", value))
     elif kind != "constexpr":
         yield Argument(name, _SIZES[kind], value.to_bytes(_SIZES[kind], "little", signed=kind[0] == "i"))
 
@@ -183,6 +204,18 @@ def uneven(path: LaunchPath) -> Iterator[dict[str, Any]]:
         with member(path) as workspace, fusedcomm.force_algorithm("chunked", strict=True):
             found = path.case(f"ragged {case}", partial(uneven_call, replace(case, dtype=torch.bfloat16)))
             yield found | _facts(case.op, "bfloat16", "chunked", False, 1, workspace) | {"is_uneven": True}
+
+
+def norms(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """An all_reduce with a norm behind it, both ways."""
+    for way, algorithm in itertools.product(("one_shot", "two_shot"), ("chunked", "fused")):
+        x, w, residual = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 512), (512, 256), (64, 256)))
+        given = x, w, residual, torch.ones(256, dtype=torch.bfloat16)
+        at_once = mock.patch.object(norm, "goes_at_once", lambda *args, way=way: way == "one_shot")
+        with member(path) as workspace, at_once, fusedcomm.force_algorithm(algorithm, strict=True):
+            path.gpu.know(given)
+            found = path.case(way, partial(fusedcomm.matmul_all_reduce_norm, *given))
+            yield found | _facts("matmul_all_reduce_norm", "bfloat16", algorithm, False, 1, workspace)
 
 
 def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:
@@ -357,6 +390,7 @@ SUITES: dict[str, Callable[[LaunchPath], Iterator[dict[str, Any]]]] = {
     "all": partial(ops, problems=[*ALL_PROBLEMS, *ALIGNED], dtypes=list(DTYPES)),
     "uneven": uneven,
     "views": views,
+    "norms": norms,
 }
 
 

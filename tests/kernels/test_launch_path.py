@@ -196,7 +196,7 @@ def test_every_kernel_is_taken(compiled: Compiled, compilers: Compilers, target:
     assert bool(by_tma) == (target.arch >= 90)
     for case in cases:
         (launch,) = case["launches"]
-        assert launch["grid"] <= NUM_SMS * (2 if launch["kernel"] == "reduce_kernel" else 1), case
+        assert launch["grid"] <= NUM_SMS * (2 if launch["kernel"] in ("reduce_kernel", "norm_kernel") else 1), case
         assert launch["shared"] <= SHARED_BYTES[target.arch], case
         if case["case"] in compiled:  # a cubin that another launch has had is listed once
             assert compiled[case["case"]]["kernel"] == launch["kernel"]
@@ -259,7 +259,7 @@ def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def calls(compilers: Compilers) -> list[dict[str, Any]]:
-    return run(compilers, LAUNCHED, "few", "uneven", "views")
+    return run(compilers, LAUNCHED, "few", "norms", "uneven", "views")
 
 
 @pytest.mark.thorough
@@ -287,6 +287,24 @@ def launched_rounds(case: dict[str, Any]) -> int:
     num_rounds = int(case["epochs"]) // (2 if case["op"] == "matmul_all_reduce" else 1)
     assert launches == num_rounds * sequence(case), case
     return num_rounds
+
+
+@pytest.mark.thorough
+def test_norms_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
+    """At most three launches one_shot, of which cuBLAS has one; two_shot is the all_reduce and a norm."""
+    found = {(case["case"], case["algorithm"]): case for case in calls if case["suite"] == "norms"}
+    assert len(found) == 4
+    for (way, algorithm), case in found.items():
+        assert case["refused"] is None, case
+        streams = {0: "main"} | {int(handle): name for handle, name in case["streams"].items()}
+        launched = [(each["kernel"].removesuffix("_kernel"), streams[each["stream"]]) for each in case["launches"]]
+        if way == "two_shot":
+            assert launched == [*sequence({**case, "op": "matmul_all_reduce"}), ("norm", "main")]
+        elif algorithm == "fused":
+            assert launched == [("pack", "main"), ("reduce_norm", "main")]
+        else:
+            sends = [("begin_push", "reads"), *[("write", "sends")] * GROUP_SIZE]
+            assert launched == [*sends, ("reduce_norm", "reads")]
 
 
 @pytest.mark.thorough
