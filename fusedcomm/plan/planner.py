@@ -17,6 +17,7 @@ collective. Rules exclude algorithms, each with its reason:
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
+    a norm behind the collective                        not pipelined  it has none
 
 Of the wires left, the one runs that `cost` finds fastest for a call of that payload with a usual matmul
 (`cost.model.usual_call`); `pipelined` is one where no algorithm with a workspace can run. Of `chunked` and `fused`, the
