@@ -18,9 +18,10 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Base, Copy, Launch, Multiply, Stream
 from fusedcomm.testing.virtual import VirtualGroup
+from tests.helpers import norm_cases
 from tests.helpers.plain_cases import IN_ROUNDS, Case
 from tests.helpers.schedule.programs import GPU as SM_90
-from tests.helpers.schedule.programs import memory_of
+from tests.helpers.schedule.programs import memory_of, schedule
 
 MIB = 1 << 20
 
@@ -66,6 +67,17 @@ def test_a_workspace_knows_what_is_for_a_capture(
 def launches_of(program: Any, exchange: Any, device: Device, *operands: Any, **facts: Any) -> list[Launch]:
     made = build(program, exchange, memory_of(0, 2, 1 << 27), device, operands, **facts)
     return [step.work for step in made.steps if isinstance(step.work, Launch)]
+
+
+@pytest.mark.parametrize("case", [norm_cases.ONE_SHOT, norm_cases.TWO_SHOT], ids=str)
+def test_a_graph_holds_a_norm(case: norm_cases.NormCase) -> None:
+    """Few rows in a matmul and two launches, however large; in others copies would be of fixed slots."""
+    made = schedule(case, memory_of(0, 2, 1 << 27), SM_90._replace(for_capture=True, least_copied=4096), "fused")
+    assert made.can_be_captured
+    if case is norm_cases.ONE_SHOT:
+        assert made.counts() == {"Multiply": 1, "Launch": 2, "EndRound": 1}
+    eager = schedule(case, memory_of(0, 2, 1 << 27), SM_90._replace(least_copied=4096), "fused")
+    assert not eager.can_be_captured
 
 
 @pytest.mark.parametrize("for_capture", [True, False])
