@@ -40,24 +40,15 @@ def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Give
 
 
 def push_reduce(
-    s: Builder,
-    exchange: Exchange,
-    x: Tensor,
-    w: Given,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    residual: Given = None,
-    *,
-    scale: float,
+    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
 ) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block."""
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     if w is None and copy_engines_send(exchange, s.device, x.itemsize):
-        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, scale=scale)
+        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale=scale)
     x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, out, bias, scale, residual)
+        _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
     return out
 
 

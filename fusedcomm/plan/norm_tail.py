@@ -31,8 +31,8 @@ def push_reduce_norm(
     bias: Given,
     residual: Tensor,
     norm_weight: Given,
-    normed: Given,
-    out: Given,
+    normed: Given = None,
+    out: Given = None,
     *,
     eps: float,
     fused: bool = False,
@@ -56,18 +56,19 @@ def push_reduce_scatter_norm(
     bias: Given,
     residual: Tensor,
     norm_weight: Given,
-    normed: Given,
-    out: Given,
+    normed: Given = None,
+    out: Given = None,
     *,
     eps: float,
-    fused: bool = False,
 ) -> list[Tensor]:
-    """The same of this rank's rows."""
+    """The same of this rank's rows, on CPUs."""
     out = push_reduce(s, exchange, x, w, bias, None, out, s.contiguous(residual), scale=1.0)
-    return _with_norm(s, out, norm_weight, normed, eps, fused)
+    return _with_norm(s, out, norm_weight, normed, eps)
 
 
-def _with_norm(s: Builder, out: Tensor, norm_weight: Given, normed: Given, eps: float, fused: bool) -> list[Tensor]:
+def _with_norm(
+    s: Builder, out: Tensor, norm_weight: Given, normed: Given, eps: float, fused: bool = False
+) -> list[Tensor]:
     normed = s.result(out.shape, out.dtype) if normed is None else normed
     with s.lane("copy"):
         if fused or s.device.is_gpu:

@@ -244,6 +244,8 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
         return None
     if op.endswith("_norm") and name == "pipelined":
         return "pipelined has no norm"
+    if op == "matmul_reduce_scatter_norm" and (member.device.type != "cpu" or name == "fused"):
+        return "on CPUs alone, and chunked: no kernel for GPUs is proved"
     if dtype == torch.float64:
         return "float64 has no overlapped algorithm"
     if name == "pipelined":

@@ -98,7 +98,7 @@ def program_of(algorithm: str, name: str) -> Program:
     if name == "push_reduce_norm":
         return partial(norm_tail.push_reduce_norm, module.push_reduce_gather, fused=algorithm == "fused")
     if name == "push_reduce_scatter_norm":
-        return partial(norm_tail.push_reduce_scatter_norm, module.push_reduce, fused=algorithm == "fused")
+        return partial(norm_tail.push_reduce_scatter_norm, module.push_reduce)
     program: Program = getattr(module, name)
     return partial(padded, program) if name == "push_reduce_gather" else program
 

@@ -35,8 +35,7 @@ class NormCase(Case):
         """The operands of the program, without memory for its results."""
         problem = self.problem(num_ranks, seed)
         of_ways = {op: tensors for op, tensors, _ in problem.calls(rank)}
-        given = *of_ways[self.op], None, None
-        return [None if t is None else t.to(dtype) for t in given]
+        return [None if t is None else t.to(dtype) for t in of_ways[self.op]]
 
     def arguments(self, rank: int, num_ranks: int, dtype: torch.dtype) -> Arguments:
         *lead, n = self.shape

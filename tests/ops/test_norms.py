@@ -115,7 +115,8 @@ def test_values_by_kernels(rank: int, name: str) -> None:
     with way(name), fusedcomm.force_algorithm("fused", strict=True), empty_is_nan():
         for shape, dtype in shapes.items():
             case = Case(shape, 2, has_bias=shape[0] == 3, has_weight=shape[0] == 5)
-            check(case.call(rank, dtype, with_matmul=shape[0] == 3), case, dtype)
+            op = "matmul_all_reduce_norm" if shape[0] == 3 else "all_reduce_norm"
+            check(case.call(rank, dtype, op), case, dtype, op)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from fusedcomm.compile.fuse.matmul_reduce_scatter import MatmulReduceScatterMatc
 from fusedcomm.compile.fuse.tail import Tail
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, sizes
+from fusedcomm.compile.graph.views import value
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_reduce_scatter_norm"
@@ -29,6 +30,8 @@ def match(start: Node) -> MatmulReduceScatterNormMatch:
     product, blocks, collective = found.reduced.product, found.reduced.blocks, found.reduced.collective
     if collective.reduce_op != "sum" or product.bias is not None:
         raise CannotFuse("no op norms an average, or a sum with each rank's own bias")
+    if (device := value(start).device.type) != "cpu":
+        raise CannotFuse(f"on {device} the op that norms runs unfused")
     *rows, columns = product.cut([blocks])[0].dims
     if blocks in columns:
         raise CannotFuse("each rank has parts of rows")
