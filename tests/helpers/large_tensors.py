@@ -1,18 +1,20 @@
-"""Launches in Triton's interpreter that compute only some tiles of tensors that no machine could fill."""
+"""Tensors that no machine could fill, and launches in Triton's interpreter that compute only some tiles of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from torch import Tensor
 
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.plan import launches
-from tests.helpers.sparse import sparse
 from tests.helpers.virtual_ranks import VirtualRank
 
 
@@ -66,3 +68,18 @@ def slot_of(rank: VirtualRank, epoch: int, dtype: torch.dtype) -> torch.Tensor:
 
 def signalled(rank: VirtualRank, epoch: int, fingerprint: int) -> None:
     rank.word(rank.layout.flag(epoch, 0), rank.group_size)[:] = epoch << 24 | fingerprint
+
+
+MAP_NORESERVE = 0x4000  # Linux; the mmap module has no name for it before Python 3.13
+_BEFORE = 2**31  # elements: an index that has wrapped to a negative one finds a zero, and no end of the memory
+
+
+def sparse(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A flat tensor of zeros. The test is skipped where the kernel reserves no more than there is."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    num_bytes = (_BEFORE + numel) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=flags)
+    except (OSError, MemoryError) as error:
+        pytest.skip(f"this machine must reserve {num_bytes} bytes that are not used, but cannot ({error})")
+    return torch.frombuffer(memory, dtype=dtype)[_BEFORE:]

@@ -20,12 +20,10 @@ from fusedcomm.run.python_executor import Execution
 from tests.faults.steps import at_step
 from tests.helpers.groups import call, check, fresh_group, refuse_a_forked_child
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS, Problem, integers
+from tests.helpers.op_problems import NAMED
+from tests.helpers.problems import HEADS, Problem, integers
 from tests.helpers.tiers import thorough_but
 from tests.helpers.waiting import wait_until
-
-BY_NAME = {problem.name: problem for problem in PROBLEMS}
-HEADS = BY_NAME["heads"]
 
 
 @contextmanager
@@ -88,7 +86,7 @@ def test_reset_against_close_is_a_mismatch(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
-    problem = BY_NAME["rows-gathered"]
+    problem = NAMED["rows-gathered"]
 
     def refuse(*args: Any) -> None:
         raise RuntimeError("no memory left")

@@ -21,10 +21,8 @@ from fusedcomm.plan import planner
 from fusedcomm.plan.geometry import shapes
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import PROBLEMS, Problem, integers
-
-BY_NAME = {problem.name: problem for problem in PROBLEMS}
-
+from tests.helpers.op_problems import NAMED
+from tests.helpers.problems import HEADS, Problem, integers
 
 # rounds and growth
 
@@ -89,7 +87,7 @@ def test_retired_segments_are_kept_and_watched(rank: int) -> None:
 @on_ranks(2)
 def test_many_calls_with_a_late_rank_are_exact(rank: int) -> None:
     """Calls back to back with fresh data. One rank is randomly late with its reads, while the other goes on."""
-    problem, delays, wait = BY_NAME["rows-gathered"], random.Random(7), Workspace.wait
+    problem, delays, wait = NAMED["rows-gathered"], random.Random(7), Workspace.wait
 
     def late_wait(self: Workspace, *args: Any) -> None:
         wait(self, *args)
@@ -112,7 +110,7 @@ def test_many_calls_with_a_late_rank_are_exact(rank: int) -> None:
 
 @on_ranks(4)
 def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
-    problem = BY_NAME["packed-qkv"]
+    problem = NAMED["packed-qkv"]
     with fresh_group(HOST_ID=f"host {rank // 2}") as group:
         check(group, problem, call(group, problem))
         args = (*integers(problem, rank, 4)[:2], problem.gather_dim, problem.scatter_dim, group)
@@ -154,7 +152,7 @@ def test_ranks_that_share_a_gpu_share_its_multiprocessors(rank: int) -> None:
     assert topology._ranks_per_gpu(["a", "b", "a"]) == 2
     assert topology._ranks_per_gpu(["", ""]) == 1  # CPUs
     with fresh_group() as group, mock.patch.object(topology, "_ranks_per_gpu", lambda uuids: 2):
-        call(group, BY_NAME["heads"])
+        call(group, HEADS)
         held = member_of(group).workspace
         assert held is not None
         assert held.num_sms == topology.num_sms(held.device) // 2
@@ -168,7 +166,7 @@ def test_ranks_with_other_tf32_settings_plan_alike(rank: int) -> None:
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if rank == 0 else "ieee"
     try:
         with fresh_group() as group, mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
-            call(group, BY_NAME["heads"])
+            call(group, HEADS)
             ours = dataclasses.replace(member_of(group), device=torch.device("cuda", 0))
             plans: list[Any] = [None, None]
             dist.all_gather_object(plans, planner.plan(op, exchange, torch.float32, ours), group)

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.prepared_attention import CLOSE, GATHER, REDUCE, SCATTER
 from tests.helpers.spies import Dispatched
 
 K, N, BATCH, TOKENS = 8, 12, 2, 4
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32; sums of tens of terms of about 1 run in another order
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Case:
         )
 
 
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 HELD = "matmul_all_reduce in the backward, as all ranks hold x"
 BY_FEATURES = "torch's own: x is placed as (Shard(dim=2),), where no tokens are to be gathered"
 PARTIAL = "torch's own: the result is placed as Partial(sum)"
