@@ -18,7 +18,7 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
-from tests.helpers import norm_cases
+from tests.helpers.norm_cases import ONE_SHOT, OTHERS
 from tests.helpers.plain_cases import IN_ROUNDS, UNEVEN_IN_ROUNDS, Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
@@ -44,15 +44,14 @@ LARGE = [  # one round each, but with tiles for all SMs
     Problem("heads-to-tokens", (2048, 256), 8192, 1, 0, op="all_to_all_matmul"),
     Problem("rows", (2048, 256), 2048, scatter_dim=0, op="matmul_reduce_scatter"),
 ]
-FEW_ROWS: list[Problem | Uneven | Case] = [
+FEW_ROWS = [
     Problem("few-rows", (16, 128), 256, 0, 1),
     Problem("few-rows", (16, 128), 256, 0, op="all_gather_matmul"),
     Problem("few-rows", (16, 128), 256, scatter_dim=0, op="matmul_reduce_scatter"),
     Problem("no-rows", (0, 8), 8, 1, 0),
     Problem("no-rows", (0, 8), 8, 0, op="all_gather_matmul"),
-    *norm_cases.OTHERS,
 ]
-PLAIN: list[Case] = [*IN_ROUNDS, norm_cases.ONE_SHOT]
+PLAIN: list[Case] = [*IN_ROUNDS, ONE_SHOT]
 BATCHED = Problem("batched-w", (4, 64, 128), 256, 1, 2, batched=True)
 WAYS: dict[str, tuple[str, Device]] = {
     "chunked": ("chunked", GPU),
@@ -86,7 +85,7 @@ def blocked(world: World, program: Program) -> list[str]:
 @pytest.mark.parametrize("group_size", thorough_but([2], [2, 3]))
 def test_nothing_races(group_size: int, way: str) -> None:
     """Every op in several rounds, in one with few rows, and in one with none, where only signals are sent."""
-    assert not found(world_of(way, group_size), calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN]))
+    assert not found(world_of(way, group_size), calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN, *OTHERS]))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -14,6 +14,7 @@ from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.schedule import Await, Copy, Finish, Launch, Schedule, Signal, Step, Stream
 from tests.helpers.group_collectives import one_buffer
+from tests.helpers.norm_cases import OTHERS
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.hardware_queues import dealings, hangs
@@ -44,7 +45,7 @@ ROWS = Problem("rows", (2048, 256), 8192, 0, op="all_gather_matmul")
 @pytest.mark.parametrize("group_size", SIZES)
 def test_no_call_hangs(way: str, group_size: int) -> None:
     """Every op in several rounds, with few rows and none; then with tiles for all SMs."""
-    assert not hangs(world_of(way, group_size).enqueue(calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN])))
+    assert not hangs(world_of(way, group_size).enqueue(calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN, *OTHERS])))
     assert not hangs(large_world(way, group_size, 2).enqueue(on_two_streams([*LARGE, *STRIDED])))
 
 

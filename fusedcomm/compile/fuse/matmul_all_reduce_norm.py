@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse import matmul_all_reduce, tail, wire
 from fusedcomm.compile.fuse.matmul_all_reduce import MatmulAllReduceMatch
-from fusedcomm.compile.fuse.tail import Tail
+from fusedcomm.compile.fuse.tail import NO_TAIL, Tail
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, sizes
 from fusedcomm.compile.graph.views import value
@@ -37,9 +37,9 @@ def match(start: Node) -> MatmulAllReduceNormMatch:
     found = matmul_all_reduce.match(start)
     product, collective = found.reduced.product, found.reduced.collective
     if collective.reduce_op != "sum" or product.bias is not None:
-        raise CannotFuse("no op norms an average, or a sum with each rank's own bias")
+        raise CannotFuse(NO_TAIL)
     if not goes_at_once([_most(size) for size in value(start).shape], collective.group_size):
-        raise CannotFuse("its rows may be too many for each rank to add its own residual")
+        raise CannotFuse(NO_TAIL)
     *rows, columns = product.y.dims
     behind = tail.find(collective.wait, found.layout, [f for dim in rows for f in dim], columns)
     return MatmulAllReduceNormMatch(found.reduced, found.layout, behind)

@@ -9,10 +9,9 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse import matmul_reduce_scatter, tail, wire
 from fusedcomm.compile.fuse.matmul_reduce_scatter import MatmulReduceScatterMatch
-from fusedcomm.compile.fuse.tail import Tail
+from fusedcomm.compile.fuse.tail import NO_TAIL, Tail
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, sizes
-from fusedcomm.compile.graph.views import value
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "matmul_reduce_scatter_norm"
@@ -29,12 +28,10 @@ def match(start: Node) -> MatmulReduceScatterNormMatch:
     found = matmul_reduce_scatter.match(start)
     product, blocks, collective = found.reduced.product, found.reduced.blocks, found.reduced.collective
     if collective.reduce_op != "sum" or product.bias is not None:
-        raise CannotFuse("no op norms an average, or a sum with each rank's own bias")
-    if (device := value(start).device.type) != "cpu":
-        raise CannotFuse(f"on {device} the op that norms runs unfused")
+        raise CannotFuse(NO_TAIL)
     *rows, columns = product.cut([blocks])[0].dims
     if blocks in columns:
-        raise CannotFuse("each rank has parts of rows")
+        raise CannotFuse(NO_TAIL)
     received, _, _ = collective.received(found.reduced.sent)
     behind = tail.find(collective.wait, received, [f for dim in rows for f in dim if f is not blocks], columns)
     return MatmulReduceScatterNormMatch(found.reduced, found.target, found.layout, behind)

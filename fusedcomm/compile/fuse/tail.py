@@ -14,6 +14,7 @@ from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import CASTS, follow, path_back, sizes_of, value
 
 aten = torch.ops.aten
+NO_TAIL = "no residual and RMSNorm that an op has stand behind it"  # never shown: the op without them is next
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,16 @@ class Tail:
 def find(wait: Node, received: Layout, rows: list[Any], columns: tuple[Any, ...]) -> Tail:
     """The tail of a collective's result, of these factors in this order. Raises CannotFuse."""
     y, layout = follow(wait, received)[-1]
+    if value(y).device.type != "cpu":  # on GPUs the planner runs few rows unfused until one has measured them
+        raise CannotFuse(NO_TAIL)
     if layout.order != [*rows, *columns] or layout.dims[-1] != columns:
-        raise CannotFuse("the sum is rearranged before it is normed")
+        raise CannotFuse(NO_TAIL)
     added, other = _sum(y)
     bias = other if _is_per_column(other, y) else None
     if bias is not None:
         added, other = _sum(added)
     if sizes_of(value(other)) != sizes_of(value(y)) or value(other).dtype != value(y).dtype:
-        raise CannotFuse("what is added to the sum is no residual")
+        raise CannotFuse(NO_TAIL)
     return Tail(bias, other, added, *_norm(added))
 
 
@@ -63,10 +66,10 @@ def _sum(node: Node) -> tuple[Node, Node]:
     """The addition that alone reads node, and what it adds."""
     users = list(node.users)
     if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
-        raise CannotFuse("something else than a residual's addition reads the sum")
+        raise CannotFuse(NO_TAIL)
     other = _other(users[0], node)
     if other is None:
-        raise CannotFuse("the sum is added to itself, or to a number")
+        raise CannotFuse(NO_TAIL)
     return users[0], other
 
 
@@ -92,7 +95,7 @@ def _norm(x: Node) -> tuple[Node, Node | None, float]:
             for mean in (each for user in wide.users if _is_square(user, wide) for each in user.users):
                 if (found := _scaled(x, wide, mean)) is not None:
                     return found
-    raise CannotFuse("no RMSNorm reads the sum")
+    raise CannotFuse(NO_TAIL)
 
 
 def _is_square(node: Node, x: Node) -> bool:
