@@ -108,7 +108,8 @@ def matmul_reduce_scatter_norm(
         bias: [N], of x's dtype and device; added to this rank's rows.
         eps: at least 0.
         scatter_splits: the size at scatter_dim that each rank gets, as in `matmul_reduce_scatter`.
-        out, residual_out: memory for the results, as in `matmul_all_reduce_norm`.
+        out: memory for normed, as in `matmul_all_reduce_norm`.
+        residual_out: memory for residual_out, likewise.
 
     Returns:
         Two contiguous tensors of y's shape with this rank's part at scatter_dim, (normed, residual_out).
@@ -161,7 +162,8 @@ def all_reduce_norm(
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
         eps: at least 0.
-        out, residual_out: memory for the results, as in `matmul_all_reduce_norm`.
+        out: memory for normed, as in `matmul_all_reduce_norm`.
+        residual_out: memory for residual_out, likewise.
 
     Returns:
         Two contiguous tensors of x's shape, (normed, residual_out), the same on every rank.

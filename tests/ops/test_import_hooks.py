@@ -12,7 +12,7 @@ from tests.helpers.tiers import nightly_but
 CHECK = """
 ops = torch.ops.fusedcomm
 overloads = [getattr(ops, name).default for name in fusedcomm.__all__ if "matmul" in name]
-assert len(overloads) == 6
+assert len(overloads) == 7
 from torch._inductor import lowering
 assert all(overload in lowering.lowerings for overload in overloads), overloads
 import torch.utils.flop_counter
