@@ -1,8 +1,8 @@
 """Ops with their weights, for inference engines, which decide call by call.
 
 `RowParallelTail` ends a tensor parallel half layer, `Linear` is one of three plain ops. All ranks of the group make
-them together, in the same order. They run without gradients. Where CUDA graphs will hold their calls, make them and
-warm them up inside `fusedcomm.before_capture`.
+them together, in the same order, and call them with the same number of rows. They run without gradients and autocast.
+Where CUDA graphs will hold their calls, make them and warm them up inside `fusedcomm.before_capture`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore
 
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.group import Group
@@ -45,7 +46,7 @@ class Linear:
         w: [K, N], as in the op; a list of them for "all_gather_matmul", which then returns a list.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         max_rows: the most rows of a call that may run fused.
-        bias: as in the op. Its other arguments may follow.
+        bias: as in the op. Its other arguments may follow, but for memory of results.
 
     Attributes:
         reason: why a call of max_rows rows runs as it does.
@@ -60,6 +61,8 @@ class Linear:
     def __init__(self, op: str, w: Any, group: Group, max_rows: int, *, bias: Any = None, **options: Any) -> None:
         if op not in _FIXED:
             raise ValueError(f"op must be one of {', '.join(_FIXED)}, got {op!r}")
+        if not isinstance(max_rows, int) or max_rows < 1 or "out" in options or "residual_out" in options:
+            raise ValueError(f"max_rows must be an int of at least 1, without out and residual_out, got {max_rows!r}")
         self.op, self.max_rows, self._like = op, max_rows, w[0] if isinstance(w, LISTS) else w
         self._fixed = {"w": w, "group": group, "bias": bias} | _FIXED[op] | options
         k, n = self._like.shape[-2:]
@@ -84,7 +87,8 @@ class Linear:
         Args:
             rows: the numbers of rows that will come, the same on all ranks; None for 1 to max_rows.
         """
-        runs = [each for each in rows or range(1, self.max_rows + 1) if self.should_run(each)]
+        every = range(1, self.max_rows + 1) if rows is None else rows
+        runs = [each for each in every if self.should_run(each)]
         runs.sort(key=lambda each: -self._plan(each)[0].slot_bytes)
         for each in (*runs[:1], *runs, *runs):  # memory grows once; the second call prepares those behind it
             self.apply(*self._inputs(each).values())
@@ -124,7 +128,8 @@ class Linear:
             assert plan.exchange is not None
             same = fingerprint_of(self.op, self._like.dtype, rows, *wire_facts(CALL, plan.exchange, 0))
             facts = {"op": self.op, "fingerprint": same, "stage": "inference"} | own
-            votes = agree(ours.store, ours.rank, ours.group_size, facts, what=self.op, departures=ours.departures)
+            store = PrefixStore("inference", ours.store)
+            votes = agree(store, ours.rank, ours.group_size, facts, what=self.op, departures=ours.departures)
             check_same_call(votes, ours.rank, self.op, ours.group_name)
         self._runs = [all(each) for each in zip(*(vote["runs"] for vote in votes), strict=True)]
         self.reason = next((vote["reason"] for vote in votes if not vote["runs"][-1]), plan.reason)

@@ -46,7 +46,7 @@ def enable(
 
     Args:
         fuse: the ops to use, of "matmul_all_to_all", "all_to_all_matmul", "all_gather_matmul", "matmul_reduce_scatter",
-            "matmul_all_reduce" and "matmul_all_reduce_norm"; None: all.
+            "matmul_all_reduce", and with "_norm" behind it the last two; None: all.
         overlap: whether to start collectives early too and wait for them late, merge small ones, and fuse only ones
             that nothing else hides, as `fusedcomm.compile.overlap.schedule` does. The ranks agree on the estimates
             here, so call it after ``init_process_group``. The schedule of a rank depends on its graph alone: ranks

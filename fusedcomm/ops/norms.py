@@ -13,6 +13,7 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, matmul_reduce_scatter, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.ops.call_check import tell_peers
 from fusedcomm.ops.library import refuse_grad
 from fusedcomm.plan.geometry.shapes import check_out
 
@@ -114,8 +115,8 @@ def matmul_reduce_scatter_norm(
     Returns:
         Two contiguous tensors of y's shape with this rank's part at scatter_dim, (normed, residual_out).
 
-    Every rank calls it with the same shapes, dtype, dims, norm_weight, bias and eps, in the same order of calls. On the
-    wire it is `matmul_reduce_scatter`. Rounding and autocast are those of `matmul_all_reduce_norm`.
+    Every rank calls it with the same shapes, dtype, dims, norm_weight, bias and eps, in the same order of calls.
+    Rounding and autocast are those of `matmul_all_reduce_norm`.
 
     Reverse-mode autograd gathers the gradient of the sum, as in `matmul_reduce_scatter`. The gradients of norm_weight
     and bias are those of this rank's rows alone: where the ranks share a parameter, add them over the ranks.
@@ -193,7 +194,11 @@ def _call(
     call = getattr(torch.ops.fusedcomm, op)
     if out is None and residual_out is None:
         return call(*args)  # type: ignore[no-any-return]
-    refuse_grad(op, *args, out, residual_out)
+    try:
+        refuse_grad(op, *args, out, residual_out)
+    except RuntimeError as error:
+        tell_peers(op, args[-1], args[0], error)
+        raise
     if torch.compiler.is_compiling():  # graphs keep the order of collectives, but not of what writes its arguments
         normed, total = call(*args)
         return _written(normed, out, "out"), _written(total, residual_out, "residual_out")

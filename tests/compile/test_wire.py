@@ -52,9 +52,16 @@ def heads(y: Tensor) -> Tensor:
     return y.view(-1, 4, 4, 2)  # [batch, tokens, heads, head_dim]
 
 
-def normed(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
-    r = residual + reduced(x @ w)
+def rms_normed(r: Tensor) -> Tensor:
     return r * torch.rsqrt(r.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def normed(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return rms_normed(residual + reduced(x @ w))
+
+
+def rows_normed(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return rms_normed(residual + reduce_scatter(x @ w, "sum", 0, world()))
 
 
 def multiplied(x: Tensor, w: Tensor) -> Tensor:
@@ -119,6 +126,7 @@ CHANGES: dict[str, tuple[Program, list[tuple[int, ...]], list[str], list[str]]] 
     "rows first": (lambda x, w: heads_first(heads(x @ w), R), [(8, 6), W], ["matmul_all_to_all"], ["all_to_all"]),
     "columns first": (transposed, [X, W], ["matmul_reduce_scatter"], ["reduce_scatter"]),
     "a norm": (normed, [X, W, (4, 8)], ["matmul_all_reduce_norm"], ["matmul_all_reduce"]),
+    "a norm of rows": (rows_normed, [X, W, (2, 8)], ["matmul_reduce_scatter_norm"], ["matmul_reduce_scatter"]),
     "another place": (waits_for_a_later_one, [X, (3, 8)], ["all_gather", "all_gather_matmul"], ["all_gather"] * 2),
 }
 

@@ -41,7 +41,7 @@ def match(start: Node) -> MatmulAllReduceNormMatch:
     if not goes_at_once([_most(size) for size in value(start).shape], collective.group_size):
         raise CannotFuse(NO_TAIL)
     *rows, columns = product.y.dims
-    behind = tail.find(collective.wait, found.layout, [f for dim in rows for f in dim], columns)
+    behind = tail.find(collective, found.layout, [f for dim in rows for f in dim], columns)
     return MatmulAllReduceNormMatch(found.reduced, found.layout, behind)
 
 

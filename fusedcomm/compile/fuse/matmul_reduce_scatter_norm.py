@@ -1,4 +1,4 @@
-"""matmul_reduce_scatter and a tail become fusedcomm::matmul_reduce_scatter_norm, which is the same on the wire."""
+"""matmul_reduce_scatter and a tail become fusedcomm::matmul_reduce_scatter_norm."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ KIND = "reduce_scatter"
 class MatmulReduceScatterNormMatch(MatmulReduceScatterMatch):
     tail: Tail
 
+    @property
+    def keeps_order(self) -> bool:
+        return False  # without a workspace it sends all at once, and the op without a norm pieces
+
 
 def match(start: Node) -> MatmulReduceScatterNormMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
@@ -33,7 +37,7 @@ def match(start: Node) -> MatmulReduceScatterNormMatch:
     if blocks in columns:
         raise CannotFuse(NO_TAIL)
     received, _, _ = collective.received(found.reduced.sent)
-    behind = tail.find(collective.wait, received, [f for dim in rows for f in dim if f is not blocks], columns)
+    behind = tail.find(collective, received, [f for dim in rows for f in dim if f is not blocks], columns)
     return MatmulReduceScatterNormMatch(found.reduced, found.target, found.layout, behind)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fusedcomm.compile.graph.collectives import Collective, communicates, late_inputs
 from fusedcomm.compile.graph.layout import CannotFuse, Layout, Size
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
-from fusedcomm.compile.graph.views import CASTS, follow, path_back, sizes_of, value
+from fusedcomm.compile.graph.split_cat import args_of
+from fusedcomm.compile.graph.views import CASTS, RESHAPES, SAME, follow, sizes_of, value
 
 aten = torch.ops.aten
 NO_TAIL = "no residual and RMSNorm that an op has stand behind it"  # never shown: the op without them is next
@@ -46,9 +48,9 @@ class Tail:
             replace_node(self.added, added)
 
 
-def find(wait: Node, received: Layout, rows: list[Any], columns: tuple[Any, ...]) -> Tail:
-    """The tail of a collective's result, of these factors in this order. Raises CannotFuse."""
-    y, layout = follow(wait, received)[-1]
+def find(collective: Collective, received: Layout, rows: list[Any], columns: tuple[Any, ...]) -> Tail:
+    """The tail of the collective's result, of these factors in this order. Raises CannotFuse."""
+    y, layout = follow(collective.wait, received)[-1]
     if value(y).device.type != "cpu":  # on GPUs the planner runs few rows unfused until one has measured them
         raise CannotFuse(NO_TAIL)
     if layout.order != [*rows, *columns] or layout.dims[-1] != columns:
@@ -59,7 +61,11 @@ def find(wait: Node, received: Layout, rows: list[Any], columns: tuple[Any, ...]
         added, other = _sum(added)
     if sizes_of(value(other)) != sizes_of(value(y)) or value(other).dtype != value(y).dtype:
         raise CannotFuse(NO_TAIL)
-    return Tail(bias, other, added, *_norm(added))
+    found = Tail(bias, other, added, *_norm(added))
+    late = late_inputs([each for each in (bias, other, found.weight) if each is not None], collective.start)
+    if collective.wait in late or any(map(communicates, late)):  # they would come before what they are computed from
+        raise CannotFuse(NO_TAIL)
+    return found
 
 
 def _sum(node: Node) -> tuple[Node, Node]:
@@ -106,7 +112,11 @@ def _is_square(node: Node, x: Node) -> bool:
 
 def _scaled(x: Node, wide: Node, mean: Node) -> tuple[Node, Node | None, float] | None:
     """The norm by this mean of squares; in float32, where it reads ``wide``."""
-    if mean.target is not aten.mean.dim or mean.args[1:] not in (([-1], True), ([value(x).ndim - 1], True)):
+    if (
+        mean.target is not aten.mean.dim
+        or mean.kwargs
+        or mean.args[1:] not in (([-1], True), ([value(x).ndim - 1], True))
+    ):
         return None
     for biased in mean.users:
         eps = biased.args[1] if biased.target in (aten.add.Tensor, aten.add.Scalar) else None
@@ -117,28 +127,38 @@ def _scaled(x: Node, wide: Node, mean: Node) -> tuple[Node, Node | None, float] 
             if is_inverse or (inverse.target is aten.pow.Tensor_Scalar and inverse.args[1] == -0.5):
                 for scaled in inverse.users:
                     if scaled.target is aten.mul.Tensor and _other(scaled, inverse) is wide:
-                        return *_weighted(scaled, x), eps
+                        found = _weighted(scaled, x)
+                        return found and (*found, eps)
     return None
 
 
-def _weighted(scaled: Node, x: Node) -> tuple[Node, Node | None]:
-    """(normed, weight): the weight is multiplied before the cast to x's dtype or behind it."""
-    dtype, plain = value(x).dtype, scaled
-    if (cast := _only_user(scaled)) is not None and cast.target in CASTS and value(cast).dtype == dtype:
-        plain = cast
-    product = _only_user(plain)
-    if product is None or product.target is not aten.mul.Tensor or (factor := _other(product, plain)) is None:
-        return plain, None
-    weight = path_back(factor, through_casts=True)[0]
-    n = sizes_of(value(x))[-1]
-    if value(weight).dtype != dtype or sizes_of(value(weight)) != [n] or not _holds_columns(sizes_of(value(factor)), n):
-        return plain, None  # 1 + weight in float32, as Gemma has it
-    if value(product).dtype == dtype:
-        return product, weight
-    last = _only_user(product)
-    if last is not None and last.target in CASTS and value(last).dtype == dtype:
-        return last, weight
-    return plain, None
+def _weighted(scaled: Node, x: Node) -> tuple[Node, Node | None] | None:
+    """(normed, weight), of x's dtype: the weight is multiplied before the cast to it or behind."""
+    dtype, n = value(x).dtype, sizes_of(value(x))[-1]
+    plain = _cast(scaled, dtype)
+    product = _only_user(plain or scaled)
+    if product is not None and product.target is aten.mul.Tensor:
+        factor = _other(product, plain or scaled)
+        weight = None if factor is None else _weight(factor, n)
+        if weight is not None and value(weight).dtype == dtype and (normed := _cast(product, dtype)) is not None:
+            return normed, weight
+    return None if plain is None else (plain, None)
+
+
+def _cast(node: Node, dtype: torch.dtype) -> Node | None:
+    """node, or the cast of it that alone reads it, in this dtype."""
+    found = node if value(node).dtype == dtype else _only_user(node)
+    is_one = found is node or (found is not None and found.target in CASTS and value(found).dtype == dtype)
+    return found if is_one else None
+
+
+def _weight(node: Node, n: Size) -> Node | None:
+    """The [n] that node has in its last dim."""
+    while _holds_columns(sizes_of(value(node)), n):
+        if node.target not in CASTS | SAME | RESHAPES:
+            return node if value(node).ndim == 1 else None
+        node = args_of(node)[0]
+    return None
 
 
 def _only_user(node: Node) -> Node | None:
