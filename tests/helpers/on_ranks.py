@@ -33,9 +33,9 @@ class _Body:
         test.__wrapped__(rank, **arguments)
 
 
-def forget_consents() -> None:
+def forget_consents(patience: float = 1 / 2) -> None:
     """As in a new process: graphs agreed to before are unknown, and no rank is impatient with slow compilers."""
-    consent._PATIENCE = 1 / 2
+    consent._PATIENCE = patience
     for each in consent._consents.values():
         each._answers.clear()
         each._in_step = True
