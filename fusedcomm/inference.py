@@ -61,9 +61,13 @@ class Linear:
     def __init__(self, op: str, w: Any, group: Group, max_rows: int, *, bias: Any = None, **options: Any) -> None:
         if op not in _FIXED:
             raise ValueError(f"op must be one of {', '.join(_FIXED)}, got {op!r}")
-        if not isinstance(max_rows, int) or max_rows < 1 or "out" in options or "residual_out" in options:
-            raise ValueError(f"max_rows must be an int of at least 1, without out and residual_out, got {max_rows!r}")
+        if not isinstance(max_rows, int) or max_rows < 1:
+            raise ValueError(f"max_rows must be an int, at least 1, got {max_rows!r}")
+        if memory := options.keys() & {"out", "residual_out"}:
+            raise ValueError(f"results have memory of their own, got {', '.join(sorted(memory))}")
         self.op, self.max_rows, self._like = op, max_rows, w[0] if isinstance(w, LISTS) else w
+        if not isinstance(self._like, Tensor) or self._like.ndim != 2:
+            raise ValueError(f"w must be [K, N], got {getattr(self._like, 'shape', self._like)}")
         self._fixed = {"w": w, "group": group, "bias": bias} | _FIXED[op] | options
         k, n = self._like.shape[-2:]
         self._columns = {"x": k, "residual": n} if op.endswith("_norm") else {"x": k}

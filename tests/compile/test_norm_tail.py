@@ -149,7 +149,7 @@ def test_near_misses(rank: int) -> None:
 
 @on_ranks(2)
 def test_more_rows_have_owners(rank: int) -> None:
-    """Whose residual would be everyone's."""
+    """Their owners' residuals would be everyone's."""
     most = norm._MOST[2] // N
     with torch.no_grad():
         for rows in (most, most + 2):

@@ -388,7 +388,7 @@ def two_exchanges(t: Ours) -> GraphModule:
 
 
 def with_gradient(t: Ours, x: Node, first: Node) -> GraphModule:
-    """What arrived first, and the sum of a gradient of weights, which takes long on one rank."""
+    """The first arrival, and the sum of a gradient of weights, which takes long on one rank."""
     partial = t.product(t.call(aten.permute.default, x, [1, 0]), x)
     total = t.waited(functional.all_reduce.default, partial, "sum", t.tp.name)
     return t.returns(t.product(first, t.input(K // RANKS, K)), t.call(aten.relu.default, total))

@@ -225,7 +225,7 @@ def test_weights_and_rounds() -> None:
 
 
 def gather(rank: VirtualRank) -> Tensor:
-    """What `pack` sends, times ones, in a result of zeros."""
+    """Chunks that `pack` sends, times ones, in a result of zeros."""
     exchange = shapes.all_gather_matmul((5, 8), [(8, 24)], 0, rank.group_size)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)

@@ -1,4 +1,4 @@
-"""What only one op does, and every way to name a group."""
+"""Behaviour of single ops, and every way to name a group."""
 
 from __future__ import annotations
 

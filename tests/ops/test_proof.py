@@ -272,7 +272,7 @@ def test_other_kinds_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_norm_has_a_proof_of_its_own(rank: int, tmp_path: Path) -> None:
-    """Of both ways: one is wrong. So are Triton's kernels, which are right."""
+    """One of both ways is wrong. So are Triton's kernels, which are right."""
     y = torch.full((8, 4096), 2.0)
     with proving(tmp_path, partial(wrong_where, lambda exchange, _: exchange.gathers)) as (group, made):
         for _ in range(2):

@@ -35,7 +35,7 @@ def made(what: str, rank: int, group: Any = None, max_rows: int = MAX_ROWS) -> A
 
 
 def check(call: Any, what: str, rank: int, rows: int) -> None:
-    """Of a call against the program of one process; sums are exact."""
+    """A call beside the program of one process; sums are exact."""
     xs, residual = [integers(10 * rows + each, rows, K) for each in range(2)], integers(rows, rows, N)
     with empty_is_nan():
         got = call(xs[rank], *([residual] if what == TAIL else []))
@@ -95,11 +95,22 @@ def test_ranks_that_differ_are_told(rank: int) -> None:
                 made(what, rank, group, rows)
 
 
+BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
+    (0, WS[0], {}, "max_rows must be an int, at least 1, got 0"),
+    (4.0, WS[0], {}, "max_rows must be an int, at least 1, got 4.0"),
+    (2, WS[0], {"out": BIAS}, "results have memory of their own, got out"),
+    (2, BIAS, {}, r"w must be \[K, N\], got torch.Size\(\[8\]\)"),
+]
+
+
 @on_ranks(2)
 def test_lists_and_bad_input(rank: int) -> None:
     both = Linear("all_gather_matmul", WS, None, 2)(torch.ones(2, K))
     assert all(torch.equal(y, torch.ones(4, K) @ w) for y, w in zip(both, WS, strict=True))
     with pytest.raises(ValueError, match="op must be one of all_gather_matmul, "):
         Linear("matmul_all_to_all", WS[0], None, 2)
+    for rows, w, more, text in BAD:
+        with pytest.raises(ValueError, match=text):
+            Linear("matmul_all_reduce", w, None, rows, **more)
     with pytest.raises(ValueError, match="eps must be at least 0"):
         RowParallelTail(WS[0], None, None, 2, -1.0)

@@ -32,7 +32,7 @@ class KnownValues:
         self.grads = [drawn[i : i + self.num_ws] for i in range(0, len(drawn), self.num_ws)]
 
     def exact_grads(self, rank: int) -> list[Tensor]:
-        """What the loss multiplies the results with; all ranks of a matmul_all_reduce have one result."""
+        """Factors of the results in the loss; all ranks of a matmul_all_reduce have one result."""
         return [grad * self.case.factor for grad in self.grads[0 if self.case.op == "matmul_all_reduce" else rank]]
 
     def trained(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:

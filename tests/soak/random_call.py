@@ -47,7 +47,7 @@ class SoakCase:
 
     @property
     def factor(self) -> int:
-        """What x and the gradient are multiplied by, so that an average is an integer."""
+        """Factor of x and of the gradient, so that an average is an integer."""
         return self.group_size if self.problem.reduce_op == "avg" else 1
 
     @property

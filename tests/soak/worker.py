@@ -55,7 +55,7 @@ def run_program(
     steps: Sequence[int] | None = None,
     deadline: float = math.inf,
 ) -> SoakOutcome:
-    """What all ranks found. ``steps``: what is left of a program that is cut down; ``deadline``: may be over."""
+    """Findings of all ranks. ``steps``: what is left of a program that is cut down; ``deadline``: may be over."""
     program = draw_program(seed, index, dist.get_world_size(), device_type)
     if steps is not None:
         program = program.only(steps)

@@ -35,13 +35,9 @@ class MatmulAllReduceNormMatch(MatmulAllReduceMatch):
 def match(start: Node) -> MatmulAllReduceNormMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     found = matmul_all_reduce.match(start)
-    product, collective = found.reduced.product, found.reduced.collective
-    if collective.reduce_op != "sum" or product.bias is not None:
+    if not goes_at_once([_most(size) for size in value(start).shape], found.reduced.collective.group_size):
         raise CannotFuse(NO_TAIL)
-    if not goes_at_once([_most(size) for size in value(start).shape], collective.group_size):
-        raise CannotFuse(NO_TAIL)
-    *rows, columns = product.y.dims
-    behind = tail.find(collective, found.layout, [f for dim in rows for f in dim], columns)
+    behind = tail.find(found.reduced, found.layout, found.reduced.product.y)
     return MatmulAllReduceNormMatch(found.reduced, found.layout, behind)
 
 

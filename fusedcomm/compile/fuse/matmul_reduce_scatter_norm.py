@@ -9,8 +9,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse import matmul_reduce_scatter, tail, wire
 from fusedcomm.compile.fuse.matmul_reduce_scatter import MatmulReduceScatterMatch
-from fusedcomm.compile.fuse.tail import NO_TAIL, Tail
-from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.fuse.tail import Tail
 from fusedcomm.compile.graph.rewrite import Rewriter, sizes
 from fusedcomm.plan.geometry.cut import EVEN
 
@@ -30,14 +29,8 @@ class MatmulReduceScatterNormMatch(MatmulReduceScatterMatch):
 def match(start: Node) -> MatmulReduceScatterNormMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     found = matmul_reduce_scatter.match(start)
-    product, blocks, collective = found.reduced.product, found.reduced.blocks, found.reduced.collective
-    if collective.reduce_op != "sum" or product.bias is not None:
-        raise CannotFuse(NO_TAIL)
-    *rows, columns = product.cut([blocks])[0].dims
-    if blocks in columns:
-        raise CannotFuse(NO_TAIL)
-    received, _, _ = collective.received(found.reduced.sent)
-    behind = tail.find(collective, received, [f for dim in rows for f in dim if f is not blocks], columns)
+    received, blocks, _ = found.reduced.collective.received(found.reduced.sent)
+    behind = tail.find(found.reduced, received, found.reduced.product.cut([blocks])[0])
     return MatmulReduceScatterNormMatch(found.reduced, found.target, found.layout, behind)
 
 

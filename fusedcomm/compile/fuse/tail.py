@@ -1,4 +1,4 @@
-"""What stands behind the sum of a tensor parallel layer: (+ bias) -> + residual -> RMSNorm, in a graph."""
+"""The tail of a tensor parallel layer in a graph: (+ bias) -> + residual -> RMSNorm behind a sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.graph.collectives import Collective, communicates, late_inputs
+from fusedcomm.compile.fuse.match_reduce import Reduced
+from fusedcomm.compile.graph.collectives import communicates, late_inputs
 from fusedcomm.compile.graph.layout import CannotFuse, Layout, Size
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.split_cat import args_of
@@ -48,12 +49,15 @@ class Tail:
             replace_node(self.added, added)
 
 
-def find(collective: Collective, received: Layout, rows: list[Any], columns: tuple[Any, ...]) -> Tail:
-    """The tail of the collective's result, of these factors in this order. Raises CannotFuse."""
+def find(reduced: Reduced, received: Layout, product: Layout) -> Tail:
+    """The tail of the reduction of a product. Raises CannotFuse."""
+    collective, columns = reduced.collective, product.dims[-1]
     y, layout = follow(collective.wait, received)[-1]
+    if collective.reduce_op != "sum" or reduced.product.bias is not None or reduced.blocks in columns:
+        raise CannotFuse(NO_TAIL)
     if value(y).device.type != "cpu":  # on GPUs the planner runs few rows unfused until one has measured them
         raise CannotFuse(NO_TAIL)
-    if layout.order != [*rows, *columns] or layout.dims[-1] != columns:
+    if layout.order != [f for f in product.order if f is not reduced.blocks] or layout.dims[-1] != columns:
         raise CannotFuse(NO_TAIL)
     added, other = _sum(y)
     bias = other if _is_per_column(other, y) else None
