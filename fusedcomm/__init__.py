@@ -30,6 +30,14 @@ from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fusedcomm.ops.norms import all_reduce_norm, matmul_all_reduce_norm, matmul_reduce_scatter_norm
 from fusedcomm.ops.plain import all_gather, all_reduce, all_to_all, reduce_scatter
+from fusedcomm.ops.scaled import (
+    quantize,
+    scaled_all_gather_matmul,
+    scaled_all_to_all_matmul,
+    scaled_matmul_all_reduce,
+    scaled_matmul_all_to_all,
+    scaled_matmul_reduce_scatter,
+)
 from fusedcomm.ops.splits import replica_ranges
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.forced import force_algorithm
@@ -66,11 +74,17 @@ __all__ = [
     "nccl_options",
     "nn",
     "parallel",
+    "quantize",
     "redistribute",
     "redistribute_plan",
     "reduce_scatter",
     "replica_ranges",
     "reset",
+    "scaled_all_gather_matmul",
+    "scaled_all_to_all_matmul",
+    "scaled_matmul_all_reduce",
+    "scaled_matmul_all_to_all",
+    "scaled_matmul_reduce_scatter",
     "synchronize",
 ]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fusedcomm.memory.group import resolve
 from fusedcomm.ops.call_check import is_traced, tell_peers
+from fusedcomm.plan.scaling import check_out_dtype
 
 LISTS = (list, tuple, nn.ParameterList)  # types of lists of tensors
 
@@ -39,12 +40,13 @@ def check_types(
     splits: tuple[Any, ...] = (),
     out: Any = None,
     residual_out: Any = None,
+    scaled: tuple[Any, ...] = (),
 ) -> None:
     """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types;
     ValueError where splits exclude each other.
 
-    ``splits``: the arguments of `check_splits`. ``lists``: w and bias may be lists of these. ``op``: peers on ``group``
-    hear of its error, if they compare calls.
+    ``splits``: the arguments of `check_splits`. ``scaled``: scale_x, scale_w, out_dtype. ``lists``: w and bias may be
+    lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
     """
     try:
         check_tensor("x", x)
@@ -73,6 +75,14 @@ def check_types(
             if each is not None:
                 check_splits(*splits)
                 break
+        if scaled:
+            scale_x, scale_w, out_dtype = scaled
+            check_tensor("scale_x", scale_x)
+            for each in scale_w if lists and isinstance(scale_w, LISTS) else (scale_w,):
+                check_tensor("scale_w", each)
+            if not isinstance(out_dtype, torch.dtype):
+                raise TypeError(f"out_dtype must be a torch.dtype, got {_short(out_dtype)}")
+            check_out_dtype(out_dtype)
         if out is not None or residual_out is not None:
             inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "norm_weight": norm_weight}
             _check_apart({"out": out, "residual_out": residual_out}, inputs)

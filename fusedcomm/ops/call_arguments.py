@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fusedcomm.plan.call_plan import CALL
@@ -32,10 +33,24 @@ class Arguments(NamedTuple):
     out: Tensor | None = None
     residual_out: Tensor | None = None  # likewise a result's memory
     wire: str = CALL
+    scale_x: Tensor | None = None
+    scale_w: Any = None  # a list beside a list of w
+    out_dtype: torch.dtype | None = None
 
     @property
     def w(self) -> Any:
         return self.ws[0] if self.ws else None
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """x's, and of each w; none of a plain op."""
+        scale_ws = self.scale_w if isinstance(self.scale_w, (list, tuple)) else [self.scale_w]
+        return [] if self.scale_x is None else [self.scale_x, *scale_ws]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The results'."""
+        return self.out_dtype or self.x.dtype
 
     @property
     def n(self) -> int:

@@ -49,21 +49,21 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
 
     ``seen`` gets the call, to prepare it.
     """
-    exchange, x = spec.exchange_of(args), args.x
+    exchange, x, dtype = spec.exchange_of(args), args.x, spec.sent_dtype(args)
     spec.check_outs(args)
     program = spec.program, *spec.operands(args)
     with on_device(x.device):
         if exchange.group_size == 1:
-            plan, _ = prepare(spec.name, exchange, x.dtype, x.device, args.group_name)
+            plan, _ = prepare(spec.name, exchange, dtype, x.device, args.group_name)
             memory = CallMemory(0, 1, args.group_name, x.device)
             return _results(spec, args, calls.run(plan, memory, *program))
         dumps.arm()
         exits.arm()
-        about = spec.name, args.group_name, x.device, exchange, x.dtype
+        about = spec.name, args.group_name, x.device, exchange, dtype
         with dumps.on_failure(), flight_recorder.Record(*about) as record:
             kind = kind_of(spec, args)
             key = kind, force_algorithm.current, is_for_capture(x.device)
-            plan, ours = prepare(spec.name, exchange, x.dtype, x.device, args.group_name, record, key, args.wire)
+            plan, ours = prepare(spec.name, exchange, dtype, x.device, args.group_name, record, key, args.wire)
             assert ours is not None
             with ours.lock:
                 plan, memory = _begin(spec, args, plan, ours, record, kind)
@@ -121,7 +121,7 @@ def _begin(
 def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
     """The facts that plans and kernels depend on: shapes, strides and alignment of tensors, and other options."""
     made = args.out, args.residual_out
-    tensors = args.x, *args.ws, *args.biases, args.partial_bias, args.residual, args.norm_weight, *made
+    tensors = args.x, *args.ws, *args.scales, *args.biases, args.partial_bias, args.residual, args.norm_weight, *made
     layouts = [None if t is None else layout_of(t) for t in tensors]
     shape = None if args.out_shape is None else tuple(args.out_shape)
     options = (
@@ -133,6 +133,7 @@ def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
         args.return_gathered,
         args.eps,
         args.wire,
+        args.out_dtype,
     )
     return spec.name, *layouts, *options, args.x.is_cuda and tf32_allowed()
 

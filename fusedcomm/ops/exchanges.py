@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.plan.geometry import norm, payloads, shapes
+from fusedcomm.plan import scaling
+from fusedcomm.plan.geometry import norm, payloads, scaled, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.scaling import Payload, Recipe
 
 
 def matmul_all_to_all(args: Arguments) -> Exchange:
@@ -21,6 +26,70 @@ def all_to_all_matmul(args: Arguments) -> Exchange:
 def all_gather_matmul(args: Arguments) -> Exchange:
     where = (args.gather_dim, args.group_size, args.splits)
     return shapes.of(shapes.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where)
+
+
+def scaled_matmul_all_to_all(args: Arguments) -> Exchange:
+    return _in_whole_blocks(args, matmul_all_to_all(args))
+
+
+def scaled_matmul_reduce_scatter(args: Arguments) -> Exchange:
+    return _in_whole_blocks(args, matmul_reduce_scatter(args))
+
+
+def scaled_matmul_all_reduce(args: Arguments) -> Exchange:
+    exchange = matmul_all_reduce(args)
+    scale_x, scale_w = args.scales
+    scaling.recipe_of(scale_x.shape, scale_w.shape, args.x.shape[:-1], args.x.shape[-1], args.w.shape)
+    return exchange
+
+
+def scaled_all_to_all_matmul(args: Arguments) -> Exchange:
+    where = (args.gather_dim, args.scatter_dim, args.group_size, args.splits)
+    block = recipe(args, all_to_all_matmul(args)).x.k
+    return shapes.of(scaled.all_to_all_matmul, args.x.shape, args.w.shape, *where, block)
+
+
+def scaled_all_gather_matmul(args: Arguments) -> Exchange:
+    where = (args.gather_dim, args.group_size, args.splits)
+    block = recipe(args, all_gather_matmul(args)).x.k
+    return shapes.of(scaled.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where, block)
+
+
+def payload_facts(args: Arguments, plain: Exchange) -> dict[str, Any]:
+    """The payload of a scaled gather, and K of the pieces that this rank's x is cut into."""
+    block = recipe(args, plain).x.k
+    return {"payload": Payload(args.x.dtype, scaled.ks_received(plain), block), "sent": scaled.ks_sent(plain)}
+
+
+def recipe(args: Arguments, plain: Exchange) -> Recipe:
+    """The one recipe of a scaled call. ``plain``: the Exchange without scales."""
+    rows, columns = args.x.shape[: plain.num_lead], args.x.shape[plain.num_lead :]
+    scale_x, *scale_ws = args.scales
+    if len(scale_ws) != len(args.ws):
+        raise ValueError(f"scale_w must have one entry per w, {len(args.ws)}, got {len(scale_ws)}")
+    found = {
+        scaling.recipe_of(scale_x.shape, scale.shape, rows, math.prod(columns), w.shape)
+        for w, scale in zip(args.ws, scale_ws, strict=True)
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"all scales of w must be of one recipe, got {', '.join(sorted(each.w.name for each in found))}"
+        )
+    return found.pop()
+
+
+def _in_whole_blocks(args: Arguments, exchange: Exchange) -> Exchange:
+    """Raises ValueError where N is cut inside a block of columns with one scale."""
+    block = recipe(args, exchange).w.rows
+    if block and exchange.splits_columns:
+        inner = math.prod(exchange.shape[exchange.split_dim + 1 :])
+        sizes = exchange.block[exchange.split_dim : exchange.split_dim + 1]
+        if exchange.cut is not None and exchange.cut.scattered is not None:
+            sizes = [*exchange.cut.scattered.starts]
+        for size in sizes:
+            if size * inner % block:
+                raise ValueError(f"N must be cut at multiples of {block} beside block-wise scales, got {size * inner}")
+    return exchange
 
 
 def matmul_reduce_scatter(args: Arguments) -> Exchange:

@@ -17,6 +17,7 @@ from fusedcomm.ops.table import OPS, OpSpec
 from fusedcomm.plan.call_plan import Plan
 
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias", "residual", "norm_weight", "eps")
+_SCALED = ("scale_x", "scale_w", "out_dtype")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 
 
@@ -50,7 +51,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     exchange, device = spec.exchange_of(given), given.x.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan, ours = prepare(op, exchange, given.x.dtype, device, given.group_name)
+    plan, ours = prepare(op, exchange, spec.sent_dtype(given), device, given.group_name)
     kept = [] if ours is None else [*ours.plans.values()]
     return next((each for each in kept if each == plan and each.exchange == exchange), plan)
 
@@ -65,7 +66,8 @@ def arguments_of(op: str, *args: Any, **kwargs: Any) -> tuple[OpSpec, Arguments]
     options = {name: named[name] for name in _OPTIONS if name in named}
     x, w, bias = named["x"], named.get("w", ()), named.get("bias")
     lists = spec.takes_lists or spec.is_plain
-    check_types(x, w, bias, lists=lists, **options)
+    of_scaled = {name: named[name] for name in _SCALED if name in named}
+    check_types(x, w, bias, lists=lists, scaled=tuple(of_scaled.values()), **options)
     group_size, group_name = resolve(named["group"])
     ws: Any = [None] if "bias" in spec.options else []
     biases: Any = [bias] * len(ws)
@@ -74,4 +76,4 @@ def arguments_of(op: str, *args: Any, **kwargs: Any) -> tuple[OpSpec, Arguments]
     gather_splits, gather_size, scatter_splits, scatter_ranges = (named.get(name) for name in _SPLITS)
     splits = splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, False, group_name).hashable
     options["reduce_op"] = reduce_op_name(named.get("reduce_op", "sum"))
-    return spec, Arguments(x, ws, biases, group_size, group_name, splits, **options)
+    return spec, Arguments(x, ws, biases, group_size, group_name, splits, **options, **of_scaled)

@@ -76,9 +76,11 @@ class Formula:
         return tuple(results)
 
     def save(self, ctx: Any, flat: Sequence[Any], results: Sequence[Tensor]) -> None:
+        assert self.spec.save is not None
         self.spec.save(ctx, self.spec.bind(self._nested(flat)), self._per_tensor(ctx.needs_input_grad), results)
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        assert self.spec.backward is not None
         found = self.spec.backward(ctx, self._per_tensor(ctx.needs_input_grad), *grads)
         return found.x, *found.ws, *found.biases, *(getattr(found, name, None) for name in self.spec.options)
 

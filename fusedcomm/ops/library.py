@@ -22,7 +22,7 @@ def refuse_tangents(op: str, *args: Any) -> None:
 
 def refuse_grad(op: str, *args: Any) -> None:
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-        raise RuntimeError(f"fusedcomm::{op}.out has no gradients: no tensor may require grad, or use no_grad()")
+        raise RuntimeError(f"fusedcomm::{op} has no gradients: no tensor may require grad, or use no_grad()")
 
 
 def refuse_transforms(op: str, *args: Any, **kwargs: Any) -> None:

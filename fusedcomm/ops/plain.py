@@ -61,8 +61,8 @@ def all_to_all(
         assert y.shape == (8, 1, 3)  # [tokens, heads / R, head_dim]
     """
     given = (gather_splits, gather_size, scatter_splits, scatter_ranges)
-    dims = {"gather_dim": gather_dim, "scatter_dim": scatter_dim}
-    check_types(x, (), None, lists=True, op="all_to_all", group=group, splits=given, **dims)
+    where: dict[str, Any] = {"group": group, "gather_dim": gather_dim, "scatter_dim": scatter_dim}
+    check_types(x, (), None, lists=True, op="all_to_all", splits=given, **where)
     group_size, group_name = resolve(group)
     parts = splits.splits_of(*given, splits.divides(group_size, x.shape, scatter_dim), group_name)
     return torch.ops.fusedcomm.all_to_all(x, gather_dim, scatter_dim, *parts, group_size, group_name)

@@ -24,20 +24,22 @@ def _register(spec: OpSpec) -> None:
     lib.define(spec.name + spec.schema, tags=[_PT2])
     _register_kernel(spec, "")
     formula = Formula(spec)
-    if native is None:
+    if spec.is_scaled:
+        lib.impl(spec.name, partial(_without_gradients, spec), "Autograd")
+    elif native is None:
         lib.impl(spec.name, partial(_autograd, formula), "Autograd")
     else:
         made = native.register_autograd_kernel(f"fusedcomm::{spec.name}", partial(_autograd, formula), False, formula)
         _native_kernels.append(made)
-    only_moves = spec.is_plain and spec.num_results == 1
-    for device_type in () if only_moves else ("CPU", "CUDA"):
+    keeps_dtype = (spec.is_plain and spec.num_results == 1) or spec.is_scaled
+    for device_type in () if keeps_dtype else ("CPU", "CUDA"):
         lib.impl(spec.name, partial(_autocast, spec, device_type), f"Autocast{device_type}")
     names = [spec.name]
-    if spec.takes_lists:
+    if spec.takes_lists and not spec.is_scaled:
         names.append(f"{spec.name}.flat")
         lib.define(names[-1] + spec.schema.replace("(Tensor[], Tensor)", "Tensor[]"), tags=[_PT2])
         lib.impl(names[-1], partial(_flat, spec), "CompositeImplicitAutograd")
-    if spec.program != "gather_matmul":
+    if not spec.program.endswith("gather_matmul"):
         names.append(f"{spec.name}.out")
         _define_out(spec)
     for name in names:
@@ -82,7 +84,10 @@ def _fake(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     call = spec.bind(args, **outs)
     shapes = spec.result_shapes(call)
     spec.check_outs(call)
-    return spec.returned([*outs.values()] or [call.x.new_empty(shape) for shape in shapes])
+    made = [call.x.new_empty(shape, dtype=call.dtype) for shape in shapes]
+    if spec.is_scaled and spec.gathers:
+        made[-1] = made[-1].to(torch.uint8)
+    return spec.returned([*outs.values()] or made)
 
 
 def _autograd(formula: Formula, *args: Any) -> Any:
@@ -97,9 +102,16 @@ def _autograd(formula: Formula, *args: Any) -> Any:
         return spec.op(*args)
 
 
+def _without_gradients(spec: OpSpec, *args: Any) -> Any:
+    refuse_tangents(spec.name, *args)
+    refuse_grad(spec.name, *pytree.tree_leaves(args))
+    with torch._C._AutoDispatchBelowAutograd():
+        return spec.op(*args)
+
+
 def _out_below_autograd(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     refuse_tangents(spec.name, *args)
-    refuse_grad(spec.name, *args, *outs.values())
+    refuse_grad(f"{spec.name}.out", *args, *outs.values())
     with torch._C._AutoDispatchBelowAutograd():
         getattr(torch.ops.fusedcomm, spec.name).out(*args, **outs)
     torch.autograd.graph.increment_version(outs.values())

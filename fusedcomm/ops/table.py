@@ -19,11 +19,13 @@ from fusedcomm.ops import (
     matmul_reduce_scatter,
     norms,
     plain,
+    scaled,
 )
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_bias, check_out, check_tensors
+from fusedcomm.plan.scaling import OUT_DTYPES, check_dtypes
 
 Operands = tuple[tuple[Any, ...], Mapping[str, Any]]  # tensors, or lists of them, and facts
 
@@ -38,7 +40,8 @@ class OpSpec:
         operands: the arguments of the program.
         function: the public one.
         save: fills ctx for the backward: ``save(ctx, arguments, needs, results)``.
-        backward: ``backward(ctx, needs, *gradients of results)`` returns the gradients of the tensors.
+        backward: ``backward(ctx, needs, *gradients of results)`` returns the gradients of the tensors; None of an op
+            that has none.
         gathers: whether the collective comes first. Then the exchanged x is the last result.
         bias_is_scattered: whether bias has the size of this rank's part of N, where N is scattered.
         result_shape: in fakes, in place of the Exchange, if a graph must not depend on the dim that is cut.
@@ -51,8 +54,8 @@ class OpSpec:
     program: str
     operands: Callable[[Arguments], Operands]
     function: Callable[..., Any]
-    save: Callable[[Any, Arguments, PerTensor, Sequence[Tensor]], None]
-    backward: Callable[..., PerTensor]
+    save: Callable[[Any, Arguments, PerTensor, Sequence[Tensor]], None] | None
+    backward: Callable[..., PerTensor] | None
     gathers: bool = False
     bias_is_scattered: bool = False
     result_shape: Callable[[Arguments], list[int]] | None = None
@@ -92,6 +95,8 @@ class OpSpec:
         if not self.takes_lists and not self.is_plain:
             ws, biases = [ws], [biases]
         named = dict(zip(self.options, options, strict=False))
+        if "out_dtype" in named:  # the native part has numbers
+            named["out_dtype"] = OUT_DTYPES.get(named["out_dtype"], named["out_dtype"])
         if "bias" in named:
             ws, biases = [None], [named.pop("bias")]
         splits = [named.pop(name, None) for name in Splits._fields]
@@ -115,17 +120,20 @@ class OpSpec:
     def check_outs(self, args: Arguments) -> None:
         if args.outs:
             for (name, out), shape in zip(args.outs.items(), self.result_shapes(args), strict=True):
-                check_out(out, args.x, shape, name)
+                check_out(out, args.x, shape, name, args.out_dtype)
+
+    @property
+    def is_scaled(self) -> bool:
+        return "scale_x" in self.arguments
+
+    def sent_dtype(self, args: Arguments) -> torch.dtype:
+        return torch.uint8 if self.is_scaled and self.gathers else args.dtype
 
     def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
-        check_tensors(
-            args.x,
-            args.ws,
-            args.biases,
-            partial_bias=args.partial_bias,
-            residual=args.residual,
-            norm_weight=args.norm_weight,
-        )
+        if self.is_scaled:
+            check_dtypes(args.x, args.ws, args.scales, args.dtype)
+        others = {"partial_bias": args.partial_bias, "residual": args.residual, "norm_weight": args.norm_weight}
+        check_tensors(args.x, args.ws, args.biases, args.out_dtype, **others)
         found = geometry(args)
         if self.bias_is_scattered and found.splits_columns:
             check_bias(args.bias, found.out_shape[-1], "N / R")
@@ -162,6 +170,32 @@ def _gathered(args: Arguments) -> Operands:
 
 def _sent(args: Arguments) -> Operands:
     return (args.x, [], []), {"return_gathered": True}
+
+
+def _scaled(spec: OpSpec, geometry: Callable[[Arguments], Exchange]) -> OpSpec:
+    """The op on float8 values with scales."""
+    before = "Tensor?[] biases, " if spec.takes_lists else "Tensor? bias, "
+    scale_w = "Tensor[] scale_w" if spec.takes_lists else "Tensor scale_w"
+
+    def operands(args: Arguments) -> Operands:
+        x, w, *others = spec.operands(args)[0]
+        facts = {**spec.operands(args)[1], "out_dtype": args.dtype}
+        if spec.gathers:
+            facts |= exchanges.payload_facts(args, spec.geometry(args))
+        return (x, w, args.scales, *others), facts
+
+    name = f"scaled_{spec.name}"
+    return replace(
+        spec,
+        name=name,
+        schema=spec.schema.replace(before, f"{before}Tensor scale_x, {scale_w}, ScalarType out_dtype, "),
+        geometry=geometry,
+        program=f"scaled_{spec.program}",
+        operands=operands,
+        function=getattr(scaled, name),
+        save=None,
+        backward=None,
+    )
 
 
 GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
@@ -298,9 +332,17 @@ MATMUL_REDUCE_SCATTER_NORM = replace(
     save=norms.save_scattered,
     backward=norms.scattered_backward,
 )
+SCALED = (
+    _scaled(MATMUL_ALL_TO_ALL, exchanges.scaled_matmul_all_to_all),
+    _scaled(ALL_TO_ALL_MATMUL, exchanges.scaled_all_to_all_matmul),
+    _scaled(ALL_GATHER_MATMUL, exchanges.scaled_all_gather_matmul),
+    _scaled(MATMUL_REDUCE_SCATTER, exchanges.scaled_matmul_reduce_scatter),
+    _scaled(MATMUL_ALL_REDUCE, exchanges.scaled_matmul_all_reduce),
+)
 _ALL = (
     *(MATMUL_ALL_TO_ALL, ALL_TO_ALL_MATMUL, ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MATMUL_ALL_REDUCE),
     *(ALL_TO_ALL, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE),
     *(MATMUL_ALL_REDUCE_NORM, ALL_REDUCE_NORM, MATMUL_REDUCE_SCATTER_NORM),
+    *SCALED,
 )
 OPS = {spec.name: spec for spec in _ALL}

@@ -229,13 +229,23 @@ class Builder:
     def end(self, number: int) -> None:
         self.add(Finish(number))
 
-    def multiply(self, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bool = False) -> None:
+    def multiply(
+        self,
+        x: Tensor,
+        w: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        *,
+        adds: bool = False,
+        scales: Sequence[Tensor] = (),
+    ) -> None:
         """``out[b, m, n] = x[b, m, k] @ w[b, k, n] + bias[n]``."""
         if out.numel() == 0:
             return
         if out.shape[0] == 1:
-            x, w, out = x[0], w[0], out[0]
-        self.add(Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds))
+            x, w, out, *scales = (t[0] for t in (x, w, out, *scales))
+        places = tuple(map(self.place, scales))
+        self.add(Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds, places))
 
     def reduce(self, out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
         """``out = sum(parts) * scale + bias``, flat; bias [N] repeats."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
@@ -9,6 +11,9 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry import exchange as geometry
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
+from fusedcomm.plan.scaling import BLOCK, Scaled
+
+Operand = Tensor | Scaled
 
 
 class PushedMatmul:
@@ -17,8 +22,13 @@ class PushedMatmul:
     K is x's own, not the exchange's: chunks do not depend on it.
     """
 
-    def __init__(self, s: Builder, x: Tensor, w: Tensor | None, bias: Tensor | None, exchange: Exchange) -> None:
-        self.s = s
+    def __init__(self, s: Builder, x: Operand, w: Operand | None, bias: Tensor | None, exchange: Exchange) -> None:
+        self.s, self.dtype = s, x.dtype
+        self.scales: Sequence[Tensor] = ()  # [batches, rows, blocks of K], [batches, blocks of K, columns]
+        if isinstance(x, Scaled) and isinstance(w, Scaled):
+            self.scales = _by_row(s, x, exchange), by_column(s, w, exchange)
+            x, w = x.values, w.values
+        assert isinstance(x, Tensor) and not isinstance(w, Scaled)
         self.x = s.reshape(x, -1) if w is None else s.reshape(x, exchange.num_batches, exchange.num_rows, x.shape[-1])
         self.sends_x = w is None
         self.bias = bias
@@ -32,9 +42,9 @@ class PushedMatmul:
         scattered = None if exchange.cut is None else exchange.cut.scattered
         overlaps = scattered is not None and scattered.overlaps
         if exchange.multiplies_once or overlaps:  # one per chunk would multiply shared columns again
-            self.y = s.temporary((exchange.num_batches, exchange.num_rows, w.shape[-1]), x.dtype)
+            self.y = s.temporary((exchange.num_batches, exchange.num_rows, w.shape[-1]), self.dtype)
             with s.lane("matmul"):
-                s.multiply(self.x, self.w, bias, self.y)
+                s.multiply(self.x, self.w, bias, self.y, scales=self.scales)
         elif scattered is not None:
             self.shared = [ranks for ranks in scattered.receivers.values() if len(ranks) > 1]
 
@@ -45,7 +55,7 @@ class PushedMatmul:
         """
         for receivers in self.shared:
             at = spans.at(receivers[0])
-            product = self.s.temporary((at.batches.size * at.rows.size * at.columns.size,), self.x.dtype)
+            product = self.s.temporary((at.batches.size * at.rows.size * at.columns.size,), self.dtype)
             self.products |= dict.fromkeys(receivers, product)
             if rank in receivers:
                 with self.s.lane("matmul", rank):
@@ -84,6 +94,10 @@ class PushedMatmul:
             columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]
             None if self.bias is None else columns.view(self.bias, 0, dst_rank),  # [co, ci]
             chunk.view(*_split(batches), *_split(rows), *_split(columns)),
+            [
+                dims.view(batches.view(scale, 0, dst_rank), dim, dst_rank)
+                for scale, dims, dim in zip(self.scales, (rows, columns), (2, 3), strict=bool(self.scales))
+            ],
         )
 
 
@@ -159,6 +173,25 @@ class GatheredMatmul:
         return _narrow(cls._batches(t, spans), 1, spans.rows)
 
 
+def _by_row(s: Builder, x: Scaled, exchange: Exchange) -> Tensor:
+    """A scale for each row and block of K: [batches, rows, blocks]."""
+    shape = exchange.num_batches, exchange.num_rows
+    if x.scale.numel() == 1:
+        return x.scale.view(1, 1, 1).expand(*shape, 1)
+    return s.reshape(x.scale, *shape, x.scale.shape[-1])
+
+
+def by_column(s: Builder, w: Scaled, exchange: Exchange) -> Tensor:
+    """A scale for each block of K and column: [batches, blocks, N]."""
+    num_batches, n, scale = exchange.num_batches, w.shape[-1], w.scale
+    if scale.numel() == 1:
+        return scale.view(1, 1, 1).expand(num_batches, 1, n)
+    if scale.shape[-1] != n:
+        blocks = scale.unsqueeze(-1).expand(*scale.shape, BLOCK)
+        scale = s.contiguous(blocks).flatten(-2).narrow(-1, 0, n)
+    return s.reshape(scale, num_batches, scale.shape[-2], n)
+
+
 def fills_runs(spans: ChunkSpans, place: Span) -> bool:
     """Whether the matmul can write a chunk to ``place``, where it ends up: long runs of consecutive rows."""
     run, row = place.inner, spans.columns.size
@@ -193,18 +226,26 @@ def _split(span: Span) -> tuple[int, int]:
     return span.outer, span.inner
 
 
-def _matmul(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [bo, bi, ro, ri, co, ci] = x [bo, bi, ro, ri, K] @ w [bo, bi, K, co, ci] + bias [co, ci]."""
+def _matmul(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, scales: Sequence[Tensor] = ()) -> None:
+    """out [bo, bi, ro, ri, co, ci] = x [bo, bi, ro, ri, K] @ w [bo, bi, K, co, ci] + bias [co, ci]. Scales have the
+    dims of x and w.
+    """
     if out.numel() == 0:
         return
     shape = list(out.shape)
     if shape[2] > 1 and shape[3] < geometry.MIN_RUN:
         shape[2:4] = [1, shape[2] * shape[3]]
         x = s.reshape(x, *x.shape[:2], *shape[2:4], x.shape[4])
+        if scales:
+            scale_x, scale_w = scales
+            scales = s.reshape(scale_x, *scale_x.shape[:2], *shape[2:4], scale_x.shape[4]), scale_w
     if shape[4] > 1 and shape[5] < geometry.MIN_RUN:
         shape[4:6] = [1, shape[4] * shape[5]]
         w = s.reshape(w, *w.shape[:3], *shape[4:6])
         bias = None if bias is None else s.reshape(bias, 1, shape[5])
+        if scales:
+            scale_x, scale_w = scales
+            scales = scale_x, s.reshape(scale_w, *scale_w.shape[:3], *shape[4:6])
     try:
         dense = out.view(shape)
     except RuntimeError:
@@ -212,6 +253,8 @@ def _matmul(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) 
     for b in range(shape[0]):
         for r in range(shape[2]):
             for c in range(shape[4]):
-                s.multiply(x[b, :, r], w[b, :, :, c], None if bias is None else bias[c], dense[b, :, r, :, c])
+                added = None if bias is None else bias[c]
+                of_part = (scales[0][b, :, r], scales[1][b, :, :, c]) if scales else ()
+                s.multiply(x[b, :, r], w[b, :, :, c], added, dense[b, :, r, :, c], scales=of_part)
     if not s.is_at(dense, out):
         s.copy(out, dense.view(out.shape))

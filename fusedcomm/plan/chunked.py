@@ -16,16 +16,17 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder
-from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.moves import Arrival, Moves
+from fusedcomm.plan.scaled import gathered_matmul
 
 
 def push_matmul(
-    s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None
+    s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     matmul = PushedMatmul(s, x, w, bias, exchange)
@@ -42,8 +43,8 @@ def push_matmul(
 def push_reduce(
     s: Builder,
     exchange: Exchange,
-    x: Tensor,
-    w: Tensor | None,
+    x: Operand,
+    w: Operand | None,
     bias: Tensor | None,
     partial_bias: Tensor | None,
     out: Tensor | None,
@@ -66,8 +67,8 @@ def push_reduce(
 def push_reduce_gather(
     s: Builder,
     exchange: Exchange,
-    x: Tensor,
-    w: Tensor | None,
+    x: Operand,
+    w: Operand | None,
     bias: Tensor | None,
     partial_bias: Tensor | None,
     out: Tensor | None,
@@ -100,14 +101,14 @@ def gather_matmul(
     s: Builder,
     exchange: Exchange,
     x: Tensor,
-    ws: Sequence[Tensor],
+    ws: Sequence[Operand],
     biases: Sequence[Tensor | None],
     return_gathered: bool,
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and behind them gathered x if asked for."""
     x = s.contiguous(x)
-    outs = [] if exchange.is_plain else [s.result(shape, x.dtype) for shape in exchange.out_shapes]
-    matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
+    outs = results(s, exchange, ws)
+    matmuls = [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     moves = Moves(s, x.dtype)
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
     by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows or exchange.is_plain
@@ -167,6 +168,10 @@ def _multiply_from(
             for matmul in matmuls:
                 with s.lane("matmul", src_rank):
                     matmul.multiply(spans, src_rank, chunk, gathered, first=src_rank == s.rank)
+
+
+def results(s: Builder, exchange: Exchange, ws: Sequence[Operand]) -> list[Tensor]:
+    return [s.result(shape, w.dtype) for shape, w in zip(exchange.out_shapes, ws, strict=not exchange.is_plain)]
 
 
 def _own_block(s: Builder, exchange: Exchange, out: Tensor) -> Tensor:

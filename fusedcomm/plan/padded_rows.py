@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.scaling import Scaled
 
 
 def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *operands: Any, scale: float) -> Tensor:
@@ -28,7 +31,10 @@ def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *oper
     if not padding:
         return program(s, exchange, x, w, bias, partial_bias, out, *residuals, scale=scale)
 
-    def with_more_rows(t: Tensor, n: int) -> Tensor:
+    def with_more_rows(t: Operand, n: int) -> Any:
+        if isinstance(t, Scaled):
+            scale = t.scale if t.scale.numel() == 1 else with_more_rows(t.scale, t.scale.shape[-1])
+            return replace(t, values=with_more_rows(t.values, n), scale=scale)
         rows = s.temporary((*batches, num_rows, n), t.dtype)
         given, more = rows.split([num_rows - padding, padding], -2)
         s.copy(given.view(t.shape), t)

@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder, Given
-from fusedcomm.plan.chunk_matmul import GatheredMatmul, PushedMatmul, own_place
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul, own_place
+from fusedcomm.plan.chunked import results
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import ALIGNED, Exchange, aligned_numel
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.scaled import gathered_matmul
 
 
-def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Given, out: Given = None) -> Tensor:
+def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     made = s.result(exchange.out_shape, x.dtype) if out is None else out
     matmul = PushedMatmul(s, x, w, bias, exchange)
@@ -51,7 +53,14 @@ def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Give
 
 
 def push_reduce(
-    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: Builder,
+    exchange: Exchange,
+    x: Operand,
+    w: Operand | None,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    scale: float,
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
     made = s.result(exchange.out_shape, x.dtype) if out is None else out
@@ -68,7 +77,14 @@ def push_reduce(
 
 
 def push_reduce_gather(
-    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: Builder,
+    exchange: Exchange,
+    x: Operand,
+    w: Operand | None,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    scale: float,
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``: an all_to_all of terms, then an all_gather of sums."""
     made = s.result(exchange.out_shape, x.dtype) if out is None else out
@@ -91,12 +107,12 @@ def push_reduce_gather(
 
 
 def gather_matmul(
-    s: Builder, exchange: Exchange, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Given], return_gathered: bool
+    s: Builder, exchange: Exchange, x: Tensor, ws: Sequence[Operand], biases: Sequence[Given], return_gathered: bool
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and behind them gathered x if asked for."""
     x = s.contiguous(x)
-    outs = [] if exchange.is_plain else [s.result(shape, x.dtype) for shape in exchange.out_shapes]
-    matmuls = [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
+    outs = results(s, exchange, ws)
+    matmuls = [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # One matmul takes all sources where K is gathered, and all pieces where rows are so few that it mostly reads w.
     by_piece, by_chunk = exchange.splits_columns, not (exchange.splits_columns or exchange.few_rows)
     gathered = s.result(exchange.shape, x.dtype) if return_gathered or not by_chunk else None

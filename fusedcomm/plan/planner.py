@@ -212,7 +212,12 @@ def _estimated(name: str, other: str, estimates: Mapping[str, float], constants:
     return f"estimated {_text(estimates[name])}, {other} {_text(estimates[other])}, {constants.source} numbers"
 
 
-_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.uint8: "float8",  # with scales
+}
 
 
 def dtype_name(dtype: torch.dtype, tf32: bool) -> str:

@@ -59,13 +59,16 @@ class Test(IntEnum):
 
 @dataclass(frozen=True)
 class Multiply:
-    """``out = x @ w + bias``, or ``out += x @ w``: 2-D, or 3-D with batches. One rounding from float32."""
+    """``out = x @ w + bias``, or ``out += x @ w``: 2-D, or 3-D with batches. One rounding from float32. ``scales``: of
+    float8 x and w.
+    """
 
     out: Place
     x: Place
     w: Place
     bias: Place | None = None
     adds: bool = False
+    scales: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
         return _places([each for each in given if each is not None], numbers)
 
     match work:
-        case Multiply():
+        case Multiply() if not work.scales:
             plan.multiply(facts, places(work.out, work.x, work.w, work.bias), work.bias is not None, work.adds)
         case Copy():
             plan.copy(facts, places(work.to, work.source))

@@ -41,6 +41,7 @@ from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.group_collectives import begin
 from fusedcomm.run.launching import launch
 from fusedcomm.run.rms_norm import rms_norm
+from fusedcomm.run.scaled_matmul import scaled_matmul
 
 
 def run(
@@ -107,7 +108,11 @@ class Execution:
         match work:
             case Multiply():
                 x, w, out = self.tensor(work.x), self.tensor(work.w), self.tensor(work.out)
-                multiply(x, w, self._optional(work.bias), out, adds=work.adds)
+                if work.scales:
+                    scale_x, scale_w = map(self.tensor, work.scales)
+                    scaled_matmul(out, x, w, scale_x, scale_w, self._optional(work.bias), adds=work.adds)
+                else:
+                    multiply(x, w, self._optional(work.bias), out, adds=work.adds)
             case Copy():
                 self.tensor(work.to).copy_(self.tensor(work.source))
             case Update():

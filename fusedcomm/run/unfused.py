@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,38 +11,66 @@ from torch import Tensor
 
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.plan.builder import Given
+from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.cost import model
 from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaling import Payload, Scaled
 from fusedcomm.run import reference
 from fusedcomm.run.rms_norm import rms_norm
+from fusedcomm.run.scaled_matmul import product_of_payload, scaled_product
+
+
+def program_of(name: str) -> Callable[..., list[Tensor]]:
+    if name == "scaled_gather_matmul":
+        return _scaled_gather
+    if name.startswith("scaled_"):
+        return partial(_scaled_push, globals()[name.removeprefix("scaled_")])
+    program: Callable[..., list[Tensor]] = globals()[name]
+    return program
 
 
 def push_matmul(
-    s: CallMemory, exchange: Exchange, x: Tensor, w: Tensor, bias: Given, out: Given = None
+    s: CallMemory, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None
 ) -> list[Tensor]:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    y = reference.matmul(x, w, bias)
+    y = _product(x, w, bias)
     columns = exchange.shape[exchange.num_lead :]
     if len(columns) > 1:
         y = y.unflatten(-1, columns)
     gather_dim = exchange.unpacked[1]
     assert gather_dim is not None
-    moves = _collective("all_to_all", s, exchange, x)
+    moves = _collective("all_to_all", s, exchange, y)
     return _into(out, reference.exchange(y, gather_dim, exchange.split_dim, *moves))
 
 
 def push_reduce(
-    s: CallMemory, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: CallMemory,
+    exchange: Exchange,
+    x: Operand,
+    w: Operand | None,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    scale: float,
 ) -> list[Tensor]:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    y, moves = _product(x, w, partial_bias), _collective("reduce_scatter", s, exchange, x)
+    y = _product(x, w, partial_bias)
+    moves = _collective("reduce_scatter", s, exchange, y)
     total = _apart(reference.reduce_scatter(y, _reduce_op(scale), exchange.split_dim, *moves), x)
     return _into(out, total if bias is None else total + bias)
 
 
 def push_reduce_gather(
-    s: CallMemory, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: CallMemory,
+    exchange: Exchange,
+    x: Operand,
+    w: Operand | None,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    scale: float,
 ) -> list[Tensor]:
     """``all_reduce(x @ w + partial_bias) * scale + bias``."""
     y = _product(x, w, partial_bias)
@@ -85,7 +114,7 @@ def _with_norm(
 
 
 def gather_matmul(
-    s: CallMemory, exchange: Exchange, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Given], return_gathered: bool
+    s: CallMemory, exchange: Exchange, x: Tensor, ws: Sequence[Operand], biases: Sequence[Given], return_gathered: bool
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and then gathered (or exchanged) x if asked for."""
     scatter_dim = exchange.packed[1]
@@ -95,7 +124,7 @@ def gather_matmul(
         moves = _collective("all_to_all", s, exchange, x)
         gathered = reference.exchange(x, exchange.split_dim, scatter_dim, *moves)
     rows = gathered if exchange.is_plain else gathered.flatten(exchange.num_lead)
-    outs = [reference.matmul(rows, w, bias) for w, bias in zip(ws, biases, strict=True)]
+    outs = [_product(rows, w, bias) for w, bias in zip(ws, biases, strict=True)]
     if not return_gathered:
         return outs
     return [*outs, _apart(gathered, x)]
@@ -108,13 +137,54 @@ def pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
     return model.pads(kind, cut, outer_numel * t.element_size(), t.device.type)
 
 
-def _product(x: Tensor, w: Tensor | None, bias: Tensor | None) -> Tensor:
+def _scaled_push(
+    program: Callable[..., list[Tensor]],
+    s: CallMemory,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    scales: Sequence[Tensor],
+    *others: Given,
+    out_dtype: torch.dtype,
+    **facts: Any,
+) -> list[Tensor]:
+    operands = (Scaled(t, scale, out_dtype) for t, scale in zip((x, w), scales, strict=True))
+    return program(s, exchange, *operands, *others, **facts)
+
+
+def _scaled_gather(
+    s: CallMemory,
+    exchange: Exchange,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    biases: Sequence[Given],
+    *,
+    return_gathered: bool,
+    out_dtype: torch.dtype,
+    payload: Payload,
+    sent: tuple[int, ...],
+) -> list[Tensor]:
+    scale_x, *scale_ws = scales
+    rows = torch.empty(exchange.packed[0], dtype=torch.uint8, device=x.device)
+    for to, source in payload.packed(rows, x.reshape(*rows.shape[:-1], sum(sent)), scale_x, sent):
+        to.copy_(source)
+    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in zip(ws, scale_ws, strict=True)]
+    return gather_matmul(s, exchange, rows, weights, biases, return_gathered)
+
+
+def _product(x: Operand, w: Operand | None, bias: Tensor | None) -> Tensor:
+    if isinstance(w, OfPayload) and isinstance(x, Tensor):
+        return product_of_payload(x, w, bias)
+    if isinstance(w, Scaled) and isinstance(x, Scaled):
+        return scaled_product(x, w, bias)
+    assert isinstance(x, Tensor) and not isinstance(w, Scaled)
     return x if w is None else reference.matmul(x, w, bias)
 
 
-def _apart(result: Tensor, x: Tensor) -> Tensor:
+def _apart(result: Tensor, x: Operand) -> Tensor:
     """A result is never x itself."""
-    return result.clone() if result.data_ptr() == x.data_ptr() else result
+    return result.clone() if isinstance(x, Tensor) and result.data_ptr() == x.data_ptr() else result
 
 
 def _collective(kind: str, s: CallMemory, exchange: Exchange, x: Tensor) -> tuple[Any, ...]:

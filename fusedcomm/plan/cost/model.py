@@ -58,9 +58,14 @@ KINDS = {
     "matmul_all_reduce_norm": "all_reduce",
     "all_reduce_norm": "all_reduce",
     "matmul_reduce_scatter_norm": "reduce_scatter",
+    "scaled_matmul_all_to_all": "all_to_all",
+    "scaled_all_to_all_matmul": "all_to_all",
+    "scaled_all_gather_matmul": "all_gather",
+    "scaled_matmul_reduce_scatter": "reduce_scatter",
+    "scaled_matmul_all_reduce": "all_reduce",
     **{kind: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")},
 }
-ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
 DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
 _USUAL_WIDTH = {"cuda": 4096, "cpu": 1024}  # K, and N; chosen
@@ -131,7 +136,10 @@ class Constants:
 
     def matmul(self, dtype: str, batches: float, m: float, k: float, n: float, fused: bool = False) -> float:
         """Seconds of [m, k] @ [k, n], ``batches`` times; in the Triton kernel if ``fused``."""
-        rate = (self.fused_flops if fused else self.matmul_flops)[dtype]
+        rates = self.fused_flops if fused else self.matmul_flops
+        if dtype == "float8":  # twice the rate of 16 bits by data sheets; a CPU dequantises
+            rates = {dtype: rates["float32"] if self.on_cpu else 2 * rates["bfloat16"]}
+        rate = rates[dtype]
         memory = batches * (m * k + k * n + m * n) * ITEMSIZE[dtype] / self.memory_bandwidth
         if self.on_cpu:
             rows = math.ceil(m / _CPU_TILE_ROWS) * _CPU_TILE_ROWS
@@ -309,6 +317,7 @@ class TimedCall:
         comes_in_pieces = exchange.comes_in_pieces(ITEMSIZE[dtype])
         self.exchange = exchange = exchange.for_all
         self.kind, self.num_ranks, self.dtype, self.constants = KINDS[op], exchange.group_size, dtype, constants
+        self.multiplied = "float8" if op.startswith("scaled_") else dtype
         self.ns = [shape[-1] for shape in exchange.out_shapes]  # of each w
         if not exchange.gathers:
             self.ns = [math.prod(exchange.shape[exchange.num_lead :])]
@@ -410,7 +419,7 @@ class TimedCall:
     def matmul(self, pieces: int = 1, fused: bool = False) -> float:
         rows = self.exchange.num_rows / pieces / (self.num_ranks if self.to_all else 1)
         sizes = (self.exchange.num_batches, rows, self.exchange.k)
-        return sum(self.constants.matmul(self.dtype, *sizes, n, fused) for n in self.ns)
+        return sum(self.constants.matmul(self.multiplied, *sizes, n, fused) for n in self.ns)
 
     def chunk_matmul(self, num_chunks: int = 1, pieces: int = 1, fused: bool = False) -> float:
         """Seconds of num_chunks in one kernel: tiles end with the chunks, and rows are cut into pieces."""
@@ -424,7 +433,7 @@ class TimedCall:
             k //= self.num_ranks
         else:
             part = self.num_ranks
-        return sum(self.constants.matmul(self.dtype, batches, m, k, n / part, fused) for n in self.ns)
+        return sum(self.constants.matmul(self.multiplied, batches, m, k, n / part, fused) for n in self.ns)
 
     def _waves(self) -> int:
         """The number of waves in which the SMs compute the result, each one tile per wave."""

@@ -247,9 +247,15 @@ def _cached(make: Callable[..., Exchange], *args: Any) -> Exchange:
     return exchange
 
 
-def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], **others: Tensor | None) -> None:
-    """Checks of dtype and device that all ops share."""
-    if x.dtype not in OP_DTYPES:
+def check_tensors(
+    x: Tensor,
+    ws: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype | None = None,
+    **others: Tensor | None,
+) -> None:
+    """Checks of dtype and device that all ops share. ``out_dtype``: of scaled ones, whose x and w are checked."""
+    if out_dtype is None and x.dtype not in OP_DTYPES:
         raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if len(biases) != len(ws):
         raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")
@@ -257,8 +263,10 @@ def check_tensors(x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | Non
         for t in tensors:
             if t is None:
                 continue
-            if t.dtype != x.dtype:
+            if out_dtype is None and t.dtype != x.dtype:
                 raise ValueError(f"{name} must have x's dtype {x.dtype}, got {t.dtype}")
+            if out_dtype is not None and name != "w" and t.dtype != out_dtype:
+                raise ValueError(f"{name} must have out_dtype {out_dtype}, got {t.dtype}")
             if t.device != x.device:
                 raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
 
@@ -268,12 +276,15 @@ def check_bias(bias: Tensor | None, n: int, name: str = "N", argument: str = "bi
         raise ValueError(f"{argument} must have shape [{name}] = [{n}], got {list(bias.shape)}")
 
 
-def check_out(out: Tensor, x: Tensor, shape: Shape, name: str = "out") -> None:
-    """Raises ValueError unless a result of ``shape``, with x's dtype and device, can be written to ``out``."""
+def check_out(out: Tensor, x: Tensor, shape: Shape, name: str = "out", dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError unless a result of ``shape``, with x's dtype, or ``dtype``, and device, can be written to
+    ``out``.
+    """
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(out.shape)}")
-    if out.dtype != x.dtype:
-        raise ValueError(f"{name} must have x's dtype {x.dtype}, got {out.dtype}")
+    if out.dtype != (dtype or x.dtype):
+        whose = "x's dtype" if dtype is None else "dtype"
+        raise ValueError(f"{name} must have {whose} {dtype or x.dtype}, got {out.dtype}")
     if out.device != x.device:
         raise ValueError(f"{name} must be on x's device {x.device}, got {out.device}")
     if not out.is_contiguous():

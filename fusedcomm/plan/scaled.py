@@ -1,0 +1,126 @@
+"""The programs of scaled matmuls: those of plain ones, on float8 values with scales. Gathers pack x with its scales."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusedcomm.plan.builder import Builder, Given, Program
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, by_column
+from fusedcomm.plan.geometry.exchange import MIN_RUN, Exchange
+from fusedcomm.plan.geometry.spans import ChunkSpans
+from fusedcomm.plan.scaling import Payload, Scaled
+
+
+@dataclass(frozen=True)
+class OfPayload(Scaled):
+    """A w that multiplies gathered payloads."""
+
+    payload: Payload
+
+
+def push(
+    program: Program,
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    w: Tensor,
+    scales: Sequence[Tensor],
+    *others: Given,
+    out_dtype: torch.dtype,
+    **facts: Hashable,
+) -> Tensor:
+    """``program`` on ``x * scale_x`` and ``w * scale_w``, in float32; what is sent is of out_dtype."""
+    scale_x, scale_w = scales
+    made: Tensor = program(s, exchange, Scaled(x, scale_x, out_dtype), Scaled(w, scale_w, out_dtype), *others, **facts)
+    return made
+
+
+def gather(
+    program: Program,
+    s: Builder,
+    exchange: Exchange,
+    x: Tensor,
+    ws: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    biases: Sequence[Given],
+    *,
+    return_gathered: bool,
+    out_dtype: torch.dtype,
+    payload: Payload,
+    sent: tuple[int, ...],
+) -> list[Tensor]:
+    """``program`` on the packed rows of x; behind the results these, gathered, if asked for. ``sent``: K of the pieces
+    that x is cut into.
+    """
+    scale_x, *scale_ws = scales
+    rows = s.temporary(exchange.packed[0], torch.uint8)
+    flat = s.reshape(x, *rows.shape[:-1], sum(sent))
+    with s.lane("copy"):
+        for to, source in payload.packed(rows, flat, scale_x, sent):
+            s.copy(to, source)
+    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in zip(ws, scale_ws, strict=True)]
+    made: list[Tensor] = program(s, exchange, rows, weights, biases, return_gathered)
+    return made
+
+
+def gathered_matmul(s: Builder, out: Tensor, w: Operand, bias: Given, exchange: Exchange) -> GatheredMatmul:
+    if isinstance(w, OfPayload):
+        return GatheredPayload(s, out, w, bias, exchange)
+    assert isinstance(w, Tensor)
+    return GatheredMatmul(s, out, w, bias, exchange)
+
+
+class GatheredPayload(GatheredMatmul):
+    """Multiplies arrived rows of values and scales."""
+
+    def __init__(self, s: Builder, out: Tensor, w: OfPayload, bias: Tensor | None, exchange: Exchange) -> None:
+        self.s, self.payload = s, w.payload
+        self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
+        self.w = s.reshape(w.values, exchange.num_batches, sum(w.payload.ks), w.shape[-1])
+        self.scale_w = by_column(s, w, exchange)
+        self.bias = None if bias is None else bias.unsqueeze(0)
+        self.adds = False
+
+    def chunk(self, spans: ChunkSpans, src_rank: int, chunk: Tensor) -> None:
+        batches, rows = spans.batches, spans.rows
+        shape = batches.outer, batches.inner, rows.outer, rows.inner
+        if batches.size * rows.size == 0:
+            return
+        out = rows.view(batches.view(self.out, 0, src_rank), 2, src_rank)  # [bo, bi, ro, ri, N]
+        dense = out
+        if rows.outer > 1 and rows.inner < MIN_RUN:
+            shape = *shape[:2], 1, rows.size
+            dense = self.s.temporary((*shape, out.shape[-1]), out.dtype)
+        arrived = self.s.reshape(chunk, *shape, chunk.numel() // (batches.size * rows.size))
+        w, scale_w = (batches.view(t, 0, src_rank) for t in (self.w, self.scale_w))
+        for b in range(shape[0]):
+            for r in range(shape[2]):
+                self._product(arrived[b, :, r], w[b], scale_w[b], dense[b, :, r])
+        if dense is not out:
+            self.s.copy(out, dense.view(out.shape))
+
+    def round(self, spans: ChunkSpans, gathered: Tensor) -> None:
+        rows = self._of_round(gathered.view(*self.out.shape[:2], gathered.shape[-1]), spans)
+        w, scale_w = (self._batches(t, spans) for t in (self.w, self.scale_w))
+        self._product(rows, w, scale_w, self._of_round(self.out, spans))
+
+    def all(self, gathered: Tensor) -> None:
+        self._product(gathered.view(*self.out.shape[:2], gathered.shape[-1]), self.w, self.scale_w, self.out)
+
+    def _product(self, rows: Tensor, w: Tensor, scale_w: Tensor, out: Tensor) -> None:
+        """out [b, m, N] = rows [b, m, bytes] @ w [b, K, N] + bias: one piece of K after the other, in float32."""
+        s, bias, block = self.s, None if self.bias is None else self.bias[0], self.payload.block
+        several = len(self.payload.ks) > 1
+        with s.scratch():
+            total = s.temporary(out.shape, torch.float32) if several and out.dtype != torch.float32 else out
+            for before, values, scales in self.payload.pieces(rows):
+                k = values.shape[-1]
+                of_k = scale_w.narrow(1, before // block, scales.shape[-1]) if block else scale_w
+                part, added = w.narrow(1, before, k), bias if before == 0 else None
+                s.multiply(values, part, added, total, adds=before > 0, scales=[scales, of_k])
+            if total is not out:
+                s.copy(out, total)

@@ -1,0 +1,99 @@
+"""Products of float8 values with their scales, in float32, rounded once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaling import BLOCK, Scaled
+
+
+def scaled_matmul(
+    out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, *, adds: bool = False
+) -> None:
+    """``out = (x * scale_x) @ (w * scale_w) + bias``, or ``out += ...`` in float32; [M, K] @ [K, N], or with batches.
+
+    Scales are of one element, one per row of x and column of w, or one per block of 128.
+    """
+    if out.ndim == 3:
+        for each in zip(out, x, w, scale_x, scale_w, strict=True):
+            scaled_matmul(*each, bias, adds=adds)
+        return
+    if _torch_can(x, w) and scale_x.shape[1] == scale_w.shape[0] == 1:
+        y = _by_torch(out, x, w, scale_x, scale_w, bias if not adds else None)
+    else:
+        y = dequantized(x, scale_x) @ dequantized(w, scale_w)
+    if y is out:
+        return
+    if bias is not None:
+        y += bias
+    if adds:
+        out += y
+    else:
+        out.copy_(y)
+
+
+def scaled_product(x: Scaled, w: Scaled, bias: Tensor | None) -> Tensor:
+    """``x @ w + bias`` of x [..., M, K] and w [K, N], or w [..., K, N] of x's batch dims."""
+    out = x.values.new_empty((*x.shape[:-1], w.shape[-1]), dtype=x.dtype)
+    _into(out, x.values, w, x.scale, bias)
+    return out
+
+
+def product_of_payload(rows: Tensor, w: OfPayload, bias: Tensor | None) -> Tensor:
+    """The product of packed rows [..., bytes] and w: a piece of K after the other, in float32."""
+    out = rows.new_empty((*rows.shape[:-1], w.shape[-1]), dtype=w.dtype)
+    total = out if len(w.payload.ks) == 1 else torch.empty_like(out, dtype=torch.float32)
+    for before, values, scale in w.payload.pieces(rows):
+        of_k = Scaled(w.values.narrow(-2, before, values.shape[-1]), w.scale, w.dtype)
+        if w.payload.block:
+            of_k = replace(of_k, scale=w.scale.narrow(-2, before // w.payload.block, scale.shape[-1]))
+        _into(total, values, of_k, scale, bias if before == 0 else None, adds=before > 0)
+    return out if total is out else out.copy_(total)
+
+
+def _into(out: Tensor, x: Tensor, w: Scaled, scale_x: Tensor, bias: Tensor | None, *, adds: bool = False) -> None:
+    num_batch_dims = w.ndim - 2
+    batches, rows = x.shape[:num_batch_dims].numel(), x.shape[num_batch_dims:-1].numel()
+    if out.numel() == 0:
+        return
+
+    def matrices(t: Tensor) -> Tensor:
+        return t.reshape(batches, rows, t.shape[-1])
+
+    per_row = scale_x.expand(*x.shape[:-1], scale_x.shape[-1] if scale_x.ndim else 1)
+    w_scale = w.scale if w.scale.ndim == w.ndim else w.scale.reshape([1] * w.ndim)
+    w_scale = w_scale.expand(*w.shape[:-2], *w_scale.shape[-2:]).reshape(batches, *w_scale.shape[-2:])
+    values = w.values.reshape(batches, *w.shape[-2:])
+    scaled_matmul(matrices(out), matrices(x), values, matrices(per_row), w_scale, bias, adds=adds)
+
+
+def dequantized(t: Tensor, scale: Tensor) -> Tensor:
+    """t [..., M, N] in float32, times its scales."""
+    for dim in (-2, -1):
+        if scale.shape[dim] not in (1, t.shape[dim]):
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, t.shape[dim])
+    return t.to(torch.float32) * scale
+
+
+def _torch_can(x: Tensor, w: Tensor) -> bool:
+    """On CPUs torch's own takes as long as this, and dequantises too."""
+    if not x.is_cuda or x.shape[0] == 0 or torch.cuda.get_device_capability(x.device) < (8, 9):
+        return False
+    return x.shape[1] % 16 == 0 and w.shape[1] % 16 == 0
+
+
+def _by_torch(out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None) -> Tensor:
+    """``out``, where cuBLAS can write it; else the product in float32, without the bias."""
+    x, w = x.contiguous(), w if w.stride(0) == 1 else w.mT.contiguous().mT
+    if out.dtype == torch.bfloat16 and out.is_contiguous():
+        scales = scale_x.contiguous(), scale_w.contiguous()
+        if scale_x.stride(0) == scale_w.stride(1) == 0 or scale_x.numel() == scale_w.numel() == 1:
+            scales = scale_x[0, 0], scale_w[0, 0]
+        return torch._scaled_mm(x, w, *scales, bias, None, out.dtype, False, out=out)
+    one = torch.ones((), device=x.device)
+    product = torch._scaled_mm(x, w, one, one, out_dtype=torch.float32, use_fast_accum=False)
+    return product.mul_(scale_x).mul_(scale_w)
