@@ -44,26 +44,33 @@ def scaled_matmul_all_reduce(args: Arguments) -> Exchange:
 
 
 def scaled_all_to_all_matmul(args: Arguments) -> Exchange:
-    where = (args.gather_dim, args.scatter_dim, args.group_size, args.splits)
-    block = recipe(args, all_to_all_matmul(args)).x.k
+    where, plain = (args.gather_dim, args.scatter_dim, args.group_size, args.splits), all_to_all_matmul(args)
+    block = recipe(args, plain).x.k
+    if not args.sends_scales:
+        return plain
     return shapes.of(scaled.all_to_all_matmul, args.x.shape, args.w.shape, *where, block)
 
 
 def scaled_all_gather_matmul(args: Arguments) -> Exchange:
-    where = (args.gather_dim, args.group_size, args.splits)
-    block = recipe(args, all_gather_matmul(args)).x.k
+    where, plain = (args.gather_dim, args.group_size, args.splits), all_gather_matmul(args)
+    block = recipe(args, plain).x.k
+    if not args.sends_scales:
+        return plain
     return shapes.of(scaled.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where, block)
 
 
 def payload_facts(args: Arguments, plain: Exchange) -> dict[str, Any]:
-    """The payload of a scaled gather, and K of the pieces that this rank's x is cut into."""
+    """The payload of a scaled gather, and K of the pieces that this rank's x is cut into; none of x alone."""
+    if not args.sends_scales:
+        return {"payload": None, "sent": ()}
     block = recipe(args, plain).x.k
     return {"payload": Payload(args.x.dtype, scaled.ks_received(plain), block), "sent": scaled.ks_sent(plain)}
 
 
 def recipe(args: Arguments, plain: Exchange) -> Recipe:
     """The one recipe of a scaled call. ``plain``: the Exchange without scales."""
-    rows, columns = args.x.shape[: plain.num_lead], args.x.shape[plain.num_lead :]
+    x = args.x.shape if args.sends_scales or not plain.gathers else plain.shape
+    rows, columns = x[: plain.num_lead], x[plain.num_lead :]
     scale_x, *scale_ws = args.scales
     if len(scale_ws) != len(args.ws):
         raise ValueError(f"scale_w must have one entry per w, {len(args.ws)}, got {len(scale_ws)}")

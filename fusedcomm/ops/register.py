@@ -86,7 +86,7 @@ def _fake(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     spec.check_outs(call)
     made = [call.x.new_empty(shape, dtype=call.dtype) for shape in shapes]
     if spec.is_scaled and spec.gathers:
-        made[-1] = made[-1].to(torch.uint8)
+        made[-1] = made[-1].to(spec.sent_dtype(call))
     return spec.returned([*outs.values()] or made)
 
 

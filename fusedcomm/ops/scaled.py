@@ -168,7 +168,7 @@ def scaled_all_to_all_matmul(
     parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
     scales, dims = (scale_x, scale_w, out_dtype), (gather_dim, scatter_dim)
     op = torch.ops.fusedcomm.scaled_all_to_all_matmul
-    return op(x, w, bias, *scales, *dims, False, *parts, group_size, group_name)[0]  # type: ignore[no-any-return]
+    return op(x, w, bias, *scales, True, *dims, False, *parts, group_size, group_name)[0]  # type: ignore[no-any-return]
 
 
 def scaled_all_gather_matmul(
@@ -213,7 +213,7 @@ def scaled_all_gather_matmul(
     parts = splits.splits_of(gather_splits, gather_size, None, None, True, group_name).to_gather
     where = (gather_dim, False, *parts, group_size, group_name)
     op = torch.ops.fusedcomm.scaled_all_gather_matmul
-    outs = op(x, ws, biases, scale_x, scale_ws, out_dtype, *where)[0]
+    outs = op(x, ws, biases, scale_x, scale_ws, out_dtype, True, *where)[0]
     return outs if isinstance(w, LISTS) else outs[0]
 
 

@@ -127,13 +127,16 @@ class OpSpec:
         return "scale_x" in self.arguments
 
     def sent_dtype(self, args: Arguments) -> torch.dtype:
-        return torch.uint8 if self.is_scaled and self.gathers else args.dtype
+        if self.is_scaled and self.gathers:
+            return torch.uint8 if args.sends_scales else args.x.dtype
+        return args.dtype
 
     def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
         if self.is_scaled:
             check_dtypes(args.x, args.ws, args.scales, args.dtype)
         others = {"partial_bias": args.partial_bias, "residual": args.residual, "norm_weight": args.norm_weight}
-        check_tensors(args.x, args.ws, args.biases, args.out_dtype, **others)
+        only_moves = self.is_plain and self.program == "gather_matmul"
+        check_tensors(args.x, args.ws, args.biases, args.out_dtype, only_moves, **others)
         found = geometry(args)
         if self.bias_is_scattered and found.splits_columns:
             check_bias(args.bias, found.out_shape[-1], "N / R")
@@ -176,6 +179,7 @@ def _scaled(spec: OpSpec, geometry: Callable[[Arguments], Exchange]) -> OpSpec:
     """The op on float8 values with scales."""
     before = "Tensor?[] biases, " if spec.takes_lists else "Tensor? bias, "
     scale_w = "Tensor[] scale_w" if spec.takes_lists else "Tensor scale_w"
+    options = "ScalarType out_dtype, " + "bool sends_scales, " * spec.gathers
 
     def operands(args: Arguments) -> Operands:
         x, w, *others = spec.operands(args)[0]
@@ -188,7 +192,7 @@ def _scaled(spec: OpSpec, geometry: Callable[[Arguments], Exchange]) -> OpSpec:
     return replace(
         spec,
         name=name,
-        schema=spec.schema.replace(before, f"{before}Tensor scale_x, {scale_w}, ScalarType out_dtype, "),
+        schema=spec.schema.replace(before, f"{before}Tensor scale_x, {scale_w}, {options}"),
         geometry=geometry,
         program=f"scaled_{spec.program}",
         operands=operands,

@@ -26,7 +26,7 @@ class PushedMatmul:
         self.s, self.dtype = s, x.dtype
         self.scales: Sequence[Tensor] = ()  # [batches, rows, blocks of K], [batches, blocks of K, columns]
         if isinstance(x, Scaled) and isinstance(w, Scaled):
-            self.scales = _by_row(s, x, exchange), by_column(s, w, exchange)
+            self.scales = by_row(s, x.scale, exchange), by_column(s, w, exchange)
             x, w = x.values, w.values
         assert isinstance(x, Tensor) and not isinstance(w, Scaled)
         self.x = s.reshape(x, -1) if w is None else s.reshape(x, exchange.num_batches, exchange.num_rows, x.shape[-1])
@@ -173,12 +173,12 @@ class GatheredMatmul:
         return _narrow(cls._batches(t, spans), 1, spans.rows)
 
 
-def _by_row(s: Builder, x: Scaled, exchange: Exchange) -> Tensor:
+def by_row(s: Builder, scale: Tensor, exchange: Exchange) -> Tensor:
     """A scale for each row and block of K: [batches, rows, blocks]."""
     shape = exchange.num_batches, exchange.num_rows
-    if x.scale.numel() == 1:
-        return x.scale.view(1, 1, 1).expand(*shape, 1)
-    return s.reshape(x.scale, *shape, x.scale.shape[-1])
+    if scale.numel() == 1:
+        return scale.view(1, 1, 1).expand(*shape, 1)
+    return s.reshape(scale, *shape, scale.shape[-1])
 
 
 def by_column(s: Builder, w: Scaled, exchange: Exchange) -> Tensor:

@@ -44,6 +44,7 @@ from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import KINDS, Constants
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange, aligned_numel
+from fusedcomm.plan.scaling import VALUES
 
 log = logging.getLogger("fusedcomm")
 
@@ -216,7 +217,7 @@ _NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
-    torch.uint8: "float8",  # with scales
+    **dict.fromkeys((torch.uint8, *VALUES), "float8"),  # the first with scales
 }
 
 

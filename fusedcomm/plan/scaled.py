@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder, Given, Program
-from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, by_column
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, by_column, by_row
 from fusedcomm.plan.geometry.exchange import MIN_RUN, Exchange
 from fusedcomm.plan.geometry.spans import ChunkSpans
 from fusedcomm.plan.scaling import Payload, Scaled
@@ -17,9 +17,10 @@ from fusedcomm.plan.scaling import Payload, Scaled
 
 @dataclass(frozen=True)
 class OfPayload(Scaled):
-    """A w that multiplies gathered payloads."""
+    """A w that multiplies gathered payloads, or x gathered alone, whose scales then are ``scale_x``."""
 
-    payload: Payload
+    payload: Payload | None
+    scale_x: Tensor | None = None
 
 
 def push(
@@ -50,19 +51,24 @@ def gather(
     *,
     return_gathered: bool,
     out_dtype: torch.dtype,
-    payload: Payload,
+    payload: Payload | None,
     sent: tuple[int, ...],
 ) -> list[Tensor]:
     """``program`` on the packed rows of x; behind the results these, gathered, if asked for. ``sent``: K of the pieces
-    that x is cut into.
+    that x is cut into. Without a payload x travels alone.
     """
     scale_x, *scale_ws = scales
+    pairs = zip(ws, scale_ws, strict=True)
+    if payload is None:
+        alone = [OfPayload(w, scale, out_dtype, None, scale_x) for w, scale in pairs]
+        gathered: list[Tensor] = program(s, exchange, x, alone, biases, return_gathered)
+        return gathered
     rows = s.temporary(exchange.packed[0], torch.uint8)
     flat = s.reshape(x, *rows.shape[:-1], sum(sent))
     with s.lane("copy"):
         for to, source in payload.packed(rows, flat, scale_x, sent):
             s.copy(to, source)
-    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in zip(ws, scale_ws, strict=True)]
+    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in pairs]
     made: list[Tensor] = program(s, exchange, rows, weights, biases, return_gathered)
     return made
 
@@ -80,7 +86,8 @@ class GatheredPayload(GatheredMatmul):
     def __init__(self, s: Builder, out: Tensor, w: OfPayload, bias: Tensor | None, exchange: Exchange) -> None:
         self.s, self.payload = s, w.payload
         self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
-        self.w = s.reshape(w.values, exchange.num_batches, sum(w.payload.ks), w.shape[-1])
+        self.w = s.reshape(w.values, exchange.num_batches, *w.shape[-2:])
+        self.scale_x = None if w.scale_x is None else by_row(s, w.scale_x, exchange)
         self.scale_w = by_column(s, w, exchange)
         self.bias = None if bias is None else bias.unsqueeze(0)
         self.adds = False
@@ -97,23 +104,37 @@ class GatheredPayload(GatheredMatmul):
             dense = self.s.temporary((*shape, out.shape[-1]), out.dtype)
         arrived = self.s.reshape(chunk, *shape, chunk.numel() // (batches.size * rows.size))
         w, scale_w = (batches.view(t, 0, src_rank) for t in (self.w, self.scale_w))
+        if self.scale_x is not None:
+            scale = rows.view(batches.view(self.scale_x, 0, src_rank), 2, src_rank)
+            scale = self.s.reshape(scale, *shape, scale.shape[-1])
         for b in range(shape[0]):
             for r in range(shape[2]):
-                self._product(arrived[b, :, r], w[b], scale_w[b], dense[b, :, r])
+                scale_x = None if self.scale_x is None else scale[b, :, r]
+                self._product(arrived[b, :, r], scale_x, w[b], scale_w[b], dense[b, :, r])
         if dense is not out:
             self.s.copy(out, dense.view(out.shape))
 
     def round(self, spans: ChunkSpans, gathered: Tensor) -> None:
         rows = self._of_round(gathered.view(*self.out.shape[:2], gathered.shape[-1]), spans)
         w, scale_w = (self._batches(t, spans) for t in (self.w, self.scale_w))
-        self._product(rows, w, scale_w, self._of_round(self.out, spans))
+        scale_x = None if self.scale_x is None else self._of_round(self.scale_x, spans)
+        self._product(rows, scale_x, w, scale_w, self._of_round(self.out, spans))
 
     def all(self, gathered: Tensor) -> None:
-        self._product(gathered.view(*self.out.shape[:2], gathered.shape[-1]), self.w, self.scale_w, self.out)
+        rows = gathered.view(*self.out.shape[:2], -1)
+        self._product(rows, self.scale_x, self.w, self.scale_w, self.out)
 
-    def _product(self, rows: Tensor, w: Tensor, scale_w: Tensor, out: Tensor) -> None:
-        """out [b, m, N] = rows [b, m, bytes] @ w [b, K, N] + bias: one piece of K after the other, in float32."""
-        s, bias, block = self.s, None if self.bias is None else self.bias[0], self.payload.block
+    def _product(self, rows: Tensor, scale_x: Tensor | None, w: Tensor, scale_w: Tensor, out: Tensor) -> None:
+        """out [b, m, N] = rows [b, m, bytes] @ w [b, K, N] + bias: one piece of K after the other, in float32.
+
+        ``scale_x``: of rows that are x alone.
+        """
+        s, bias = self.s, None if self.bias is None else self.bias[0]
+        if self.payload is None:
+            assert scale_x is not None
+            s.multiply(rows, w, bias, out, scales=[scale_x, scale_w])
+            return
+        block = self.payload.block
         several = len(self.payload.ks) > 1
         with s.scratch():
             total = s.temporary(out.shape, torch.float32) if several and out.dtype != torch.float32 else out

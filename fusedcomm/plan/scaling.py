@@ -132,19 +132,15 @@ class Payload:
     dtype: torch.dtype
     ks: tuple[int, ...]
     block: int
-    has_scales: bool = True
-
-    def width(self, k: int) -> int:
-        return width(k, self.block) if self.has_scales else k
 
     def pieces(self, rows: Tensor, ks: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(K before it, values [..., k], scales [..., num_blocks(k)]) of each piece of ``rows``; ``ks``: as in `packed`."""
+        """(K before it, values [..., k], scales [..., num_blocks(k)]) of each piece. ``ks``: as in `packed`."""
         start = before = 0
         for k in self.ks if ks is None else ks:
             behind = start + _padded(k)
             scales = rows[..., behind : behind + 4 * num_blocks(k, self.block)].view(torch.float32)
             yield before, rows[..., start : start + k].view(self.dtype), scales
-            start, before = start + self.width(k), before + k
+            start, before = start + width(k, self.block), before + k
 
     def packed(self, rows: Tensor, x: Tensor, scale: Tensor, ks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """(destination in rows, source) of the copies that fill them from x [..., K] and its scales; ``ks``: of the

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm.memory.group import find
+from fusedcomm.plan.scaling import VALUES
 
 # By binding, not by functional op: that waits for all work of a storage, and all temporaries of a call share one.
 _COLLECTIVES: dict[str, Callable[..., dist.Work | None]] = {
@@ -19,6 +21,8 @@ _COLLECTIVES: dict[str, Callable[..., dist.Work | None]] = {
 
 def begin(kind: str, group_name: str, received: Tensor, sent: Tensor) -> Callable[[], object]:
     """Begin a `fusedcomm.plan.schedule.Collective`. Returns the wait for it; on a GPU it holds up the stream alone."""
+    if sent.dtype in VALUES:  # gloo moves no float8
+        received, sent = received.view(torch.uint8), sent.view(torch.uint8)
     work = _COLLECTIVES[kind](received, sent, group=find(group_name), async_op=True)
     assert work is not None
     return work.wait

@@ -44,8 +44,12 @@ def scaled_product(x: Scaled, w: Scaled, bias: Tensor | None) -> Tensor:
 
 
 def product_of_payload(rows: Tensor, w: OfPayload, bias: Tensor | None) -> Tensor:
-    """The product of packed rows [..., bytes] and w: a piece of K after the other, in float32."""
+    """The product of packed rows [..., bytes], or of x alone, and w: a piece of K after the other, in float32."""
     out = rows.new_empty((*rows.shape[:-1], w.shape[-1]), dtype=w.dtype)
+    if w.payload is None:
+        assert w.scale_x is not None
+        _into(out, rows, w, w.scale_x, bias)
+        return out
     total = out if len(w.payload.ks) == 1 else torch.empty_like(out, dtype=torch.float32)
     for before, values, scale in w.payload.pieces(rows):
         of_k = Scaled(w.values.narrow(-2, before, values.shape[-1]), w.scale, w.dtype)

@@ -16,7 +16,7 @@ from fusedcomm.plan.cost import model
 from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaled import OfPayload
-from fusedcomm.plan.scaling import Payload, Scaled
+from fusedcomm.plan.scaling import VALUES, Payload, Scaled
 from fusedcomm.run import reference
 from fusedcomm.run.rms_norm import rms_norm
 from fusedcomm.run.scaled_matmul import product_of_payload, scaled_product
@@ -117,12 +117,14 @@ def gather_matmul(
     s: CallMemory, exchange: Exchange, x: Tensor, ws: Sequence[Operand], biases: Sequence[Given], return_gathered: bool
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and then gathered (or exchanged) x if asked for."""
-    scatter_dim = exchange.packed[1]
+    scatter_dim, dtype = exchange.packed[1], x.dtype
+    x = x.view(torch.uint8) if dtype in VALUES else x  # which all backends move
     if scatter_dim is None:
         gathered = reference.all_gather(x, exchange.split_dim, *_collective("all_gather", s, exchange, x))
     else:
         moves = _collective("all_to_all", s, exchange, x)
         gathered = reference.exchange(x, exchange.split_dim, scatter_dim, *moves)
+    gathered = gathered.view(dtype)
     rows = gathered if exchange.is_plain else gathered.flatten(exchange.num_lead)
     outs = [_product(rows, w, bias) for w, bias in zip(ws, biases, strict=True)]
     if not return_gathered:
@@ -162,14 +164,18 @@ def _scaled_gather(
     *,
     return_gathered: bool,
     out_dtype: torch.dtype,
-    payload: Payload,
+    payload: Payload | None,
     sent: tuple[int, ...],
 ) -> list[Tensor]:
     scale_x, *scale_ws = scales
+    pairs = zip(ws, scale_ws, strict=True)
+    if payload is None:
+        alone = [OfPayload(w, scale, out_dtype, None, scale_x) for w, scale in pairs]
+        return gather_matmul(s, exchange, x, alone, biases, return_gathered)
     rows = torch.empty(exchange.packed[0], dtype=torch.uint8, device=x.device)
     for to, source in payload.packed(rows, x.reshape(*rows.shape[:-1], sum(sent)), scale_x, sent):
         to.copy_(source)
-    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in zip(ws, scale_ws, strict=True)]
+    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in pairs]
     return gather_matmul(s, exchange, rows, weights, biases, return_gathered)
 
 

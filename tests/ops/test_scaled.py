@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -31,7 +32,11 @@ GATHERS = OPS[1:3]
 class Operand(NamedTuple):
     values: Tensor
     scale: Tensor
-    exact: Tensor  # their product, in float64
+    of_each: Tensor  # the scale of each value
+
+    @property
+    def exact(self) -> Tensor:
+        return self.values * self.of_each
 
 
 def integers(seed: int, *shape: int) -> Tensor:
@@ -49,7 +54,7 @@ def operand(seed: int, recipe: str, lead: tuple[int, ...], rows: int, k: int, ro
     of_each = scale
     if recipe == "BlockWise":
         of_each = scale.repeat_interleave(rows_block, -2).repeat_interleave(128, -1)[..., :rows, :k]
-    return Operand(values, scale, values * of_each)
+    return Operand(values, scale, of_each)
 
 
 class Case:
@@ -111,3 +116,32 @@ def test_values(rank: int, world_size: int, algorithm: str, op: str) -> None:
                 # backends add in the payload's dtype, and the bias once more
                 rtol, atol = (3 * torch.finfo(dtype).eps, 4) if algorithm == "unfused" and "reduce" in op else (0, 0)
                 torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=f"{recipe}, {dims}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
+@pytest.mark.parametrize("op", GATHERS)
+def test_x_alone(rank: int, algorithm: str, op: str) -> None:
+    """Scales of the gathered x, which the caller has, are not sent; float8 travels as in the plain ops."""
+    group = fusedcomm.memory.group.resolve(None)
+    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        for recipe, dims in itertools.product(RECIPES, DIMS[op]):
+            case = Case(op, recipe, 2, dims)
+            w, parts = case.ws[rank], [x.values for x in case.xs]
+            if len(dims) > 1:
+                parts = [x.chunk(2, dims[1])[rank] for x in parts]
+            gathered = torch.cat(parts, dims[0])
+            scales = operand(77, recipe, gathered.shape[:1], *gathered.shape[1:], 1)
+            want = (gathered * scales.of_each) @ w.exact.mT
+            lists = len(dims) == 1
+            w8, scale_w = w.values.to(E5M2).mT, w.scale.mT if w.scale.ndim > 1 else w.scale
+            tensors = [[each] if lists else each for each in (w8, None, scale_w)]
+            where = (dims[0], True, None, None) if lists else (*dims, True, None, None, None, None)
+            x8 = case.xs[rank].values.to(E4M3)
+            y, got = getattr(torch.ops.fusedcomm, op)(
+                x8, *tensors[:2], scales.scale, tensors[2], torch.float32, False, *where, None, *group
+            )
+            assert got.dtype == E4M3 and torch.equal(got.double(), gathered)
+            torch.testing.assert_close(y[0] if lists else y, want.float(), rtol=0, atol=0)
+            plain = fusedcomm.all_gather(x8, *dims) if lists else fusedcomm.all_to_all(x8, *dims)
+            assert torch.equal(plain.double(), gathered)

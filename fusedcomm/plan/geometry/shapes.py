@@ -19,6 +19,7 @@ from torch import Tensor
 from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import block_shape
+from fusedcomm.plan.scaling import VALUES
 
 REDUCE_OPS = ("sum", "avg")
 _MIN_ROWS = 32  # of a rank's block; chosen
@@ -252,10 +253,11 @@ def check_tensors(
     ws: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     out_dtype: torch.dtype | None = None,
+    takes_float8: bool = False,
     **others: Tensor | None,
 ) -> None:
     """Checks of dtype and device that all ops share. ``out_dtype``: of scaled ones, whose x and w are checked."""
-    if out_dtype is None and x.dtype not in OP_DTYPES:
+    if out_dtype is None and x.dtype not in OP_DTYPES and not (takes_float8 and x.dtype in VALUES):
         raise ValueError(f"x must be float32, float16, bfloat16 or float64, got {x.dtype}")
     if len(biases) != len(ws):
         raise ValueError(f"bias must have one entry per w, {len(ws)}, got {len(biases)}")
