@@ -66,6 +66,8 @@ def gather(
     rows = s.temporary(exchange.packed[0], torch.uint8)
     flat = s.reshape(x, *rows.shape[:-1], sum(sent))
     with s.lane("copy"):
+        if return_gathered:  # padding too has one value
+            s.update(rows, "fill_", 0)
         for to, source in payload.packed(rows, flat, scale_x, sent):
             s.copy(to, source)
     weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in pairs]

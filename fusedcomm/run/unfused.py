@@ -172,7 +172,7 @@ def _scaled_gather(
     if payload is None:
         alone = [OfPayload(w, scale, out_dtype, None, scale_x) for w, scale in pairs]
         return gather_matmul(s, exchange, x, alone, biases, return_gathered)
-    rows = torch.empty(exchange.packed[0], dtype=torch.uint8, device=x.device)
+    rows = torch.zeros(exchange.packed[0], dtype=torch.uint8, device=x.device)
     for to, source in payload.packed(rows, x.reshape(*rows.shape[:-1], sum(sent)), scale_x, sent):
         to.copy_(source)
     weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in pairs]

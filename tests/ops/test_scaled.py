@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.ops.table import SCALED
-from tests.helpers.groups import empty_is_nan
+from tests.helpers.groups import empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -145,3 +145,182 @@ def test_x_alone(rank: int, algorithm: str, op: str) -> None:
             torch.testing.assert_close(y[0] if lists else y, want.float(), rtol=0, atol=0)
             plain = fusedcomm.all_gather(x8, *dims) if lists else fusedcomm.all_to_all(x8, *dims)
             assert torch.equal(plain.double(), gathered)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_uneven(rank: int, algorithm: str, recipe: str) -> None:
+    """Parts of rows, K and N of several sizes, one of them ragged, one empty."""
+    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        for rows in ([1, 3], [0, 2]):
+            xs, w = (
+                [operand(r, recipe, (), rows[r], 150, 1) for r in (0, 1)],
+                operand(31 + rank, recipe, (), 9, 150, 128),
+            )
+            gathered = torch.cat([x.exact for x in xs])
+            got = scaled("all_gather_matmul", xs[rank], w, 0, gather_splits=rows)
+            check(got, gathered @ w.exact.mT)
+
+            ys = [operand(r, recipe, (), sum(rows), 6, 1) for r in (0, 1)]
+            ws = [operand(31 + r, recipe, (), 9, 6, 128) for r in (0, 1)]
+            total = sum(y.exact @ each.exact.mT for y, each in zip(ys, ws, strict=True))
+            got = scaled("matmul_reduce_scatter", ys[rank], ws[rank], 0, scatter_splits=rows)
+            check(got, total.split(rows)[rank])  # type: ignore[union-attr]
+
+        sizes = [128, 22]
+        xs = [operand(r, recipe, (), 4, sizes[r], 1) for r in (0, 1)]
+        w = operand(31 + rank, recipe, (), 5, 150, 128)
+        check(
+            scaled("all_gather_matmul", xs[rank], w, 1, gather_splits=sizes),
+            torch.cat([x.exact for x in xs], 1) @ w.exact.mT,
+        )
+        check(
+            scaled("all_to_all_matmul", xs[rank], w, 1, 0, gather_splits=sizes, scatter_splits=[3, 1]),
+            torch.cat([x.exact.split([3, 1])[rank] for x in xs], 1) @ w.exact.mT,
+        )
+        xs = [operand(r, recipe, (), 2 + r, 150, 1) for r in (0, 1)]
+        w = operand(31 + rank, recipe, (), 5, sizes[rank], 128)
+        check(
+            scaled("all_to_all_matmul", xs[rank], w, 0, 1, gather_splits=[2, 3], scatter_splits=sizes),
+            torch.cat([x.exact.split(sizes, 1)[rank] for x in xs]) @ w.exact.mT,
+        )
+        ws = [operand(31 + r, recipe, (), 150, 150, 128) for r in (0, 1)]
+        sent = [(x.exact @ each.exact.mT).split(sizes, 1)[rank] for x, each in zip(xs, ws, strict=True)]
+        got = scaled("matmul_all_to_all", xs[rank], ws[rank], 0, 1, gather_splits=[2, 3], scatter_splits=sizes)
+        check(got, torch.cat(sent))
+
+
+def scaled(op: str, x: Operand, w: Operand, *dims: int, **options: Any) -> Tensor:
+    scale_w = w.scale.mT if w.scale.ndim > 1 else w.scale
+    tensors = x.values.to(E4M3), w.values.to(E5M2).mT, x.scale, scale_w
+    made: Tensor = getattr(fusedcomm, f"scaled_{op}")(*tensors, *dims, out_dtype=torch.float32, **options)
+    return made
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    assert torch.equal(got, want.float()), (got - want).abs().max()
+
+
+@on_ranks(2)
+def test_layouts(rank: int) -> None:
+    """Batches of w, heads, a list of w, strided operands, a result of the caller's; each as the plain op has it."""
+    for recipe in RECIPES:
+        xs = [operand(r, recipe, (3,), 4, 130, 1) for r in (0, 1)]
+        ws = [operand(31 + r, recipe, (3,), 6, 130, 128) for r in (0, 1)]
+        total = sum(x.exact @ w.exact.mT for x, w in zip(xs, ws, strict=True))
+        check(scaled("matmul_all_reduce", xs[rank], ws[rank]), total)  # type: ignore[arg-type]
+        gathered = torch.cat([x.exact for x in xs], 1)
+        check(scaled("all_gather_matmul", xs[rank], ws[0], 1), gathered @ ws[0].exact.mT)
+
+        flat = [operand(31 + r, recipe, (), 512, 130, 128) for r in (0, 1)]
+        y = [(x.exact @ w.exact.mT).view(3, 4, 2, 256).chunk(2, 2)[rank] for x, w in zip(xs, flat, strict=True)]
+        check(scaled("matmul_all_to_all", xs[rank], flat[rank], 1, 2, out_shape=[2, 256]), torch.cat(y, 1))
+
+        x8, scale_w = xs[rank].values.to(E4M3), [w.scale.mT if w.scale.ndim > 1 else w.scale for w in flat]
+        strided = x8.mT.contiguous().mT, [w.values.to(E4M3).mT for w in flat], xs[rank].scale
+        outs = fusedcomm.scaled_all_gather_matmul(*strided, scale_w, 1, out_dtype=torch.float32)
+        for got, w in zip(outs, flat, strict=True):
+            check(got, gathered @ w.exact.mT)
+
+        heads = [operand(r, recipe, (2, 4), 1, 256, 1) for r in (0, 1)]  # [batch, tokens, heads / R, head_dim]
+        scale = heads[rank].scale.flatten(2) if recipe != "TensorWise" else heads[rank].scale
+        w = operand(31 + rank, recipe, (), 6, 512, 128)
+        x8, scale_w8 = heads[rank].values.to(E4M3), w.scale.mT if w.scale.ndim > 1 else w.scale
+        got = fusedcomm.scaled_all_to_all_matmul(
+            x8, w.values.to(E4M3).mT, scale, scale_w8, 2, 1, out_dtype=torch.float32
+        )
+        check(got, torch.cat([x.exact.chunk(2, 1)[rank] for x in heads], 2).flatten(2) @ w.exact.mT)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a plain x": ({"x": torch.zeros(4, 256)}, "x must be float8_e4m3fn or float8_e5m2"),
+    "two of e5m2": ({"x": torch.zeros(4, 256).to(E5M2), "w": torch.zeros(256, 8).to(E5M2)}, "must not both be"),
+    "a float8 result": ({"out_dtype": E4M3}, "result_scale"),
+    "a wide result": ({"out_dtype": torch.float64}, "out_dtype must be"),
+    "MX": ({"scale_x": torch.zeros(4, 8, dtype=torch.float8_e8m0fnu)}, "MX"),
+    "NVFP4": ({"scale_x": torch.zeros(4, 16, dtype=E4M3)}, "NVFP4"),
+    "scales of rows beside one": ({"scale_x": torch.ones(4, 1)}, "scales must be of shapes"),
+    "a cut inside a block": ({"scale_x": torch.ones(4, 2), "scale_w": torch.ones(2, 1)}, "multiples of 128"),
+    "a bias of another dtype": ({"bias": torch.zeros(8)}, "bias must have out_dtype"),
+}
+
+
+@on_ranks(2)
+def test_bad_input(rank: int) -> None:
+    """All ranks raise before anything is sent, and can go on."""
+    good = {"x": torch.zeros(4, 256).to(E4M3), "w": torch.zeros(256, 8).to(E4M3)}
+    good |= {"scale_x": torch.ones(()), "scale_w": torch.ones(())}
+    for name, (changed, text) in BAD.items():
+        with pytest.raises(ValueError, match=text):
+            fusedcomm.scaled_matmul_all_to_all(**{**good, **changed}, gather_dim=0, scatter_dim=1)
+            pytest.fail(name)
+    with pytest.raises(RuntimeError, match="has no gradients"):
+        fusedcomm.scaled_matmul_all_reduce(
+            *good.values(), bias=torch.zeros(8, dtype=torch.bfloat16, requires_grad=True)
+        )
+    blocks = {"scale_x": torch.ones(4, 2), "scale_w": torch.ones(1, 1), "w": torch.zeros(128, 8).to(E4M3)}
+    narrow = {**good, **blocks, "x": torch.zeros(4, 200).to(E4M3)}
+    with pytest.raises(ValueError, match="K must be cut at multiples of 128"):
+        fusedcomm.scaled_all_to_all_matmul(**{**narrow, "w": torch.zeros(100, 8).to(E4M3)}, gather_dim=0, scatter_dim=1)
+    assert fusedcomm.scaled_matmul_all_reduce(*good.values()).eq(0).all()
+
+
+@on_ranks(2)
+def test_recipes_that_differ(rank: int) -> None:
+    """Payloads of one size that mean other scales are told apart, by flags and by FUSEDCOMM_CHECK."""
+    x, w = torch.zeros(4, 256).to(E4M3), torch.zeros(256, 8).to(E4M3)
+    scales = [(torch.ones(4, 1), torch.ones(1, 8)), (torch.ones(4, 2), torch.ones(2, 1))][rank]
+    with fresh_group(CHECK="1") as group, pytest.raises(fusedcomm.PeerMismatchError, match="block"):
+        fusedcomm.scaled_all_gather_matmul(x, w, *scales, 0, group)
+    with fresh_group() as group, pytest.raises(fusedcomm.PeerMismatchError), fusedcomm.force_algorithm("chunked"):
+        fusedcomm.scaled_all_gather_matmul(x, w, *scales, 0, group)
+
+
+@on_ranks(2)
+def test_graphs(rank: int) -> None:
+    """In compiled programs, with rows of any number; opcheck."""
+
+    def program(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> Any:
+        y = fusedcomm.scaled_all_gather_matmul(x, w, scale_x, scale_w, 0)
+        z = fusedcomm.scaled_matmul_reduce_scatter(x, w, scale_x, scale_w, 0)
+        return y + 1, z, fusedcomm.scaled_matmul_all_to_all(x, w, scale_x, scale_w, 0, 1)
+
+    compiled = torch.compile(program, dynamic=True, fullgraph=True)
+    w, scale_w = fusedcomm.quantize(torch.randn(6, 40), "RowWise")
+    for rows in (4, 8):
+        x, scale_x = fusedcomm.quantize(torch.randn(rows, 40), "RowWise")
+        for got, want in zip(
+            compiled(x, w.mT, scale_x, scale_w.mT), program(x, w.mT, scale_x, scale_w.mT), strict=True
+        ):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    group = fusedcomm.memory.group.resolve(None)
+    where = (torch.bfloat16, "sum", 0, None, None, None, *group)
+    args = (x, w.mT, None, scale_x, scale_w.mT, *where)
+    tests = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema compares by a sum that float8 has not
+    torch.library.opcheck(torch.ops.fusedcomm.scaled_matmul_reduce_scatter.default, args, test_utils=tests)
+    where = (torch.bfloat16, True, 0, True, None, None, None, *group)
+    args = (x, [w.mT], [None], scale_x, [scale_w.mT], *where)
+    torch.library.opcheck(torch.ops.fusedcomm.scaled_all_gather_matmul.default, args, test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scaling_type", ["TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128"])
+def test_quantize(scaling_type: str, dtype: torch.dtype) -> None:
+    """The largest of each block is the dtype's largest, others are within half of a step, and zeros stay."""
+    t = torch.randn(2, 150, 300, dtype=torch.float64)
+    t[0, 3], t[1, :, 256:] = 0, 0
+    values, scales = fusedcomm.quantize(t, scaling_type, dtype)
+    rows, k = {"RowWise": (1, 300), "BlockWise1x128": (1, 128), "BlockWise128x128": (128, 128)}.get(
+        scaling_type, (1, 1)
+    )
+    of_each = scales
+    if scaling_type != "TensorWise":
+        of_each = scales.repeat_interleave(rows, -2).repeat_interleave(k, -1)[..., :150, :300]
+    back = values.double() * of_each
+    step = torch.finfo(dtype).eps / 2 * (1 + 1e-6)
+    assert (
+        (back - t).abs() <= t.abs() * step + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * of_each
+    ).all()
+    assert values.abs().float().max() == torch.finfo(dtype).max and (back[t == 0] == 0).all()
+    assert fusedcomm.quantize(t[:, :0], scaling_type, dtype)[0].shape == (2, 0, 300)

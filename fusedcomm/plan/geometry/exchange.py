@@ -60,6 +60,7 @@ class Exchange:
     reduce_op: str | None = None
     cut: Cut | None = None  # where parts are not blocks of one size; then all other fields are of this rank
     largest: Exchange | None = None  # with a cut: every part is as large as the largest. The same on all ranks
+    scale_block: int | None = None  # of K with one scale, 0 for all, where rows have scales behind them
     arguments: dict[str, Any] = field(default_factory=dict)  # the op's, for people to read
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
@@ -166,9 +167,9 @@ class Exchange:
     def payload(self) -> tuple[Any, ...]:
         """The collective's facts: shape of the tensor that is sent, its gathered and its scattered dim, reduce_op."""
         if self.cut is not None:
-            return *self.for_all.payload, self.cut.gathered, self.cut.scattered, self.gathers
+            return *self.for_all.payload, self.cut.gathered, self.cut.scattered, self.gathers, *self._meaning
         sent = self.packed[0] if self.gathers else self.shape
-        return tuple(sent), self._gather_dim, self._scatter_dim, self.reduce_op
+        return tuple(sent), self._gather_dim, self._scatter_dim, self.reduce_op, *self._meaning
 
     def chunk_facts(self, with_dims: bool) -> tuple[Any, ...]:
         """The facts of the chunks alone: calls whose payloads differ in shape, and not in their chunks, share them.
@@ -177,7 +178,12 @@ class Exchange:
         """
         runs = math.prod(self.shape[: self.split_dim]) if self._gather_dim == self._scatter_dim else 1
         dims = [size for size in self.block if size != 1] if with_dims else []
-        return self.chunk_numel, runs, *dims, self.reduce_op
+        return self.chunk_numel, runs, *dims, self.reduce_op, *self._meaning
+
+    @property
+    def _meaning(self) -> tuple[int, ...]:
+        """Bytes of equal shapes may have scales of several kinds."""
+        return () if self.scale_block is None else (self.scale_block,)
 
     def rounds(self, max_chunk_numel: int) -> list[RoundSpans]:
         """Cut every chunk alike, along its leading dims, into parts of at most ``max_chunk_numel`` elements."""

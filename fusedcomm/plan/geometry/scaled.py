@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import EVEN, Parts, Splits
@@ -42,7 +43,8 @@ def all_to_all_matmul(
         packed, gather = [*x[:lead], width(own, block)], lead
         splits_now = splits._replace(gather_splits=widths, gather_size=None) if plain.cut else splits
     whole_k = sum(width(each, block) for each in ks_received(plain))
-    return shapes.all_to_all_matmul(packed, (*w[:-2], whole_k, w[-1]), gather, scatter, group_size, splits_now)
+    found = shapes.all_to_all_matmul(packed, (*w[:-2], whole_k, w[-1]), gather, scatter, group_size, splits_now)
+    return replace(found, scale_block=block)
 
 
 def all_gather_matmul(
@@ -55,7 +57,9 @@ def all_gather_matmul(
     if plain.splits_columns and plain.cut is not None:
         splits = splits._replace(gather_splits=[width(k, block) for k in received], gather_size=None)
     whole_k = sum(width(k, block) for k in received)
-    return shapes.all_gather_matmul(packed, [(*w[:-2], whole_k, w[-1]) for w in ws], gather_dim, group_size, splits)
+    whole_ws = [(*w[:-2], whole_k, w[-1]) for w in ws]
+    found = shapes.all_gather_matmul(packed, whole_ws, gather_dim, group_size, splits)
+    return replace(found, scale_block=block)
 
 
 def ks_received(plain: Exchange) -> tuple[int, ...]:
