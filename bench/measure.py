@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, PROGRAMS, ROOF, OpData
+from fusedcomm.bench.op_bench import AUTO, BASELINE, COLLECTIVE, MATMULS, ROOF, OpData
+from fusedcomm.bench.scaled_bench import BENCHES
 from fusedcomm.bench.timing import Timing, check_values, measure
 from fusedcomm.launch import console, world
 from fusedcomm.memory import members
@@ -98,12 +99,12 @@ class OpRow:
 
     @property
     def busbw(self) -> float:
-        return self.algbw * BUS[PROGRAMS[self.op].kind](self.group_size)
+        return self.algbw * BUS[BENCHES[self.op].kind](self.group_size)
 
 
 def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> MatmulSize:
     """The size that exchanges ``num_bytes``, in whole rows, equally many in each batch, and at least one."""
-    columns = k if PROGRAMS[op].gathers else n
+    columns = k if BENCHES[op].gathers else n
     rows = max(num_bytes // (columns * DTYPES[dtype].itemsize), 1)
     return MatmulSize(rows + -rows % max(batch, 1), k, n, batch)
 
@@ -160,7 +161,7 @@ def rank_facts(rank: int, device_type: str) -> dict[str, Any]:
 
 
 def rank_data(op: str, size: MatmulSize, dtype: str, direction: str, device_type: str) -> OpData:
-    bench = PROGRAMS[op]
+    bench = BENCHES[op]
     size = bench.divisible(size, dist.get_world_size())
     return OpData(bench, size, DTYPES[dtype], world.rank_device(device_type), direction)
 

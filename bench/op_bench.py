@@ -64,8 +64,18 @@ class OpBench(WholeGroup):
         shapes = [(few, k, n), (few, more_k, more_n), (many, k, more_n), (many, more_k, n)]
         return [(rows * scale, k * scale, n * scale) for rows, k, n in shapes]
 
+    def matmul(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.matmul(x, w)
+
+    def payload(self, t: Tensor) -> Tensor:
+        """t as the collective takes it."""
+        return t
+
     def ours(self, x: Tensor, w: Tensor) -> Tensor:
         return getattr(fusedcomm, self.op)(x, w, *self.dims(x))
+
+    def plan(self, x: Tensor, w: Tensor) -> fusedcomm.Plan:
+        return fusedcomm.explain(self.op, x, w, *self.dims(x))
 
     def exchanged_bytes(self, size: MatmulSize, dtype: torch.dtype) -> int:
         """Bytes as nccl-tests counts them: the larger of a rank's input to the collective and its output."""
@@ -112,11 +122,11 @@ class OpData:
             t.detach().normal_(generator=generator)
 
     def plan(self) -> fusedcomm.Plan:
-        return fusedcomm.explain(self.bench.op, self.x, self.w, *self.bench.dims(self.x))
+        return self.bench.plan(self.x, self.w)
 
     def variants(self) -> Variants:
         return {
-            ROOF: self.variant(torch.matmul, self.local_x, self.w, grad=self.local_grad),
+            ROOF: self.variant(self.bench.matmul, self.local_x, self.w, grad=self.local_grad),
             BASELINE: self.variant(self.bench.baseline, self.x, self.w, grad=self.grad),
             AUTO: self.variant(self.bench.ours, self.x, self.w, grad=self.grad),
         }
@@ -153,6 +163,7 @@ class OpData:
         self.sent, grad = self._sent(self.rank)
         if self.random:
             self.sent.normal_()
+        self.sent = self.bench.payload(self.sent)
         if self.bench.kind == "all_reduce":  # in place, and its backward exchanges nothing
             return lambda: (self.bench.collective(self.sent),)
         return self.variant(self.bench.collective, self.sent, grad=grad)
@@ -162,7 +173,8 @@ class OpData:
             expected = self._exact(lambda xs, ws: [xs[0] @ ws[0]], [[self.local_x], [self.w]], [self.local_grad], 0)
         elif name == COLLECTIVE:
             sent, grads = zip(*(self._sent(rank) for rank in range(self.num_ranks)), strict=True)
-            expected = self._exact(self.bench.exchanged, [sent], grads, self.rank)
+            expected = self._exact(self.bench.exchanged, [[*map(self.bench.payload, sent)]], grads, self.rank)
+            results = tuple(result.to(self.dtype) for result in results)
         else:
             expected = self._oracle
         for what, result, must in zip(RESULTS[self.direction], results, expected, strict=False):

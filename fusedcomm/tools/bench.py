@@ -23,6 +23,7 @@ from fusedcomm.bench.measure import (
     variants,
 )
 from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, PROGRAMS
+from fusedcomm.bench.scaled_bench import BENCHES, RECIPES
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.provenance import run_facts
@@ -119,6 +120,8 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"], help=direction
     )
+    scaled = "on float8 values, of these recipes (default: both); --dtype is then the result's"
+    parser.add_argument("--scaled", nargs="*", choices=RECIPES, help=scaled)
     algorithm = "how the ops run (default: auto, the planner's choice)"
     parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help=algorithm)
     parser.add_argument(
@@ -160,6 +163,8 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
     if args.graph and "backward" in getattr(args, "direction", ()):
         return "--graph captures a forward, alone or with its backward: got --pass backward"
+    if getattr(args, "scaled", None) is not None and args.direction != ["forward"]:
+        return f"--scaled ops have no gradients: got --pass {' '.join(args.direction)}"
     if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
         return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
     if problem := _too_small(args, device_type):
@@ -176,7 +181,7 @@ def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
 def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, device_type: str) -> int:
     """Exchanged bytes where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
     world_size = world.world_size_of(args.world_size, device_type)
-    bench = PROGRAMS[op]
+    bench = BENCHES[op]
     size = bench.divisible(size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype), world_size)
     return bench.exchanged_bytes(size, DTYPES[dtype])
 
@@ -229,15 +234,18 @@ def _calls(args: argparse.Namespace, op: str, dtypes: Sequence[str], options: Op
 
 
 def _ops(args: argparse.Namespace) -> Sequence[str]:
-    return tuple(PROGRAMS) if args.what == "ops" else (args.what,)
+    ops = tuple(PROGRAMS) if args.what == "ops" else (args.what,)
+    if args.scaled is None:
+        return ops
+    return [f"scaled_{op}, {recipe}" for op in ops for recipe in args.scaled or RECIPES]
 
 
 def _k_n(args: argparse.Namespace, op: str) -> tuple[int, int]:
-    return (args.K or 4096, args.N or 1024) if PROGRAMS[op].gathers else (args.K or 1024, args.N or 4096)
+    return (args.K or 4096, args.N or 1024) if BENCHES[op].gathers else (args.K or 1024, args.N or 4096)
 
 
 def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> list[MatmulSize]:
-    bench = PROGRAMS[op]
+    bench = BENCHES[op]
     if args.shape:
         return [MatmulSize(rows, k, n, args.batch) for rows, k, n in args.shape]
     if sweep := _sweep(args):

@@ -299,9 +299,9 @@ def test_graphs(rank: int) -> None:
     args = (x, w.mT, None, scale_x, scale_w.mT, *where)
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema compares by a sum that float8 has not
     torch.library.opcheck(torch.ops.fusedcomm.scaled_matmul_reduce_scatter.default, args, test_utils=tests)
-    where = (torch.bfloat16, True, 0, True, None, None, None, *group)
-    args = (x, [w.mT], [None], scale_x, [scale_w.mT], *where)
-    torch.library.opcheck(torch.ops.fusedcomm.scaled_all_gather_matmul.default, args, test_utils=tests)
+    of_gather = (torch.bfloat16, True, 0, True, None, None, None, *group)
+    lists = (x, [w.mT], [None], scale_x, [scale_w.mT], *of_gather)
+    torch.library.opcheck(torch.ops.fusedcomm.scaled_all_gather_matmul.default, lists, test_utils=tests)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
