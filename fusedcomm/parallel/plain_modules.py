@@ -58,17 +58,18 @@ def why_not_plain(linear: nn.Linear) -> str | None:
         why = f"it has {', '.join(more)}"
     if why is None and (any(getattr(linear, hooks) for hooks in _HOOKS) or has_parameter_hooks(linear)):
         why = "it, or a parameter of it, has hooks"
-    return why or _why_not_parameters(linear)
+    return why or why_not_parameters(linear)
 
 
-def why_not_plain_call(linear: nn.Linear) -> str | None:
-    """Why a call of ``linear`` may be more than F.linear with its parameters, or a hook may see its result, or None."""
-    if type(linear) is not nn.Linear:
+def why_not_plain_call(linear: nn.Linear, base: type[nn.Linear] = nn.Linear) -> str | None:
+    """Why a call of ``linear`` may be more than ``base.forward`` with its parameters, or a hook may see its result, or
+    None."""
+    if type(linear) is not base:
         return f"it is a {type(linear).__name__}"
     if made := [name for name in PARAMETERS if name not in linear._parameters]:
         return f"its {made[0]} is no parameter"
     hooks = [hook for name in _HOOKS[1:4] for hook in getattr(linear, name).values()]
-    return why_not_called_as(linear, nn.Linear) or ("it has forward or backward hooks" if has_users(hooks) else None)
+    return why_not_called_as(linear, base) or ("it has forward or backward hooks" if has_users(hooks) else None)
 
 
 def has_users(hooks: Iterable[Any]) -> bool:
@@ -89,7 +90,7 @@ def why_on_any_rank(why: str | None, pg: ProcessGroup) -> str | None:
         return why or ("another rank's is not plain" if found.item() else None)
 
 
-def _why_not_parameters(linear: nn.Linear) -> str | None:
+def why_not_parameters(linear: nn.Linear) -> str | None:
     shapes = {"weight": (linear.out_features, linear.in_features), "bias": (linear.out_features,)}
     for name, parameter in linear._parameters.items():
         if parameter is None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn import functional as F
 
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
@@ -38,6 +37,8 @@ from fusedcomm.parallel.unwritten import unwritten
 
 APPLIED = "_distribute_module_applied"  # on a module that has a style: torch refuses another one
 LEFT = "_fusedcomm_left"  # on a module that a style has left to torch's own: why
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+HELD = f"{REDUCE} in the backward, as all ranks hold x"
 _Layer = TypeVar("_Layer", bound="ShardedLinear")
 
 
@@ -48,6 +49,7 @@ class ShardedLinear(nn.Linear):
     output_layouts: tuple[Placement, ...]
     use_local_output: bool
     ran: str = "not called yet, or in torch.compile alone"
+    prefix = ""  # of the names of its ops
 
     @classmethod
     def convert(cls: type[_Layer], linear: nn.Linear, style: Any) -> _Layer:
@@ -62,6 +64,10 @@ class ShardedLinear(nn.Linear):
     def extra_repr(self) -> str:
         layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
         return f"{super().extra_repr()}, {layouts}, use_local_output={self.use_local_output}"
+
+    def _run(self, op: str, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+        """This rank's part of the result for x, a DTensor or a part of one. ``dim``: of tokens that ``op`` moves."""
+        raise NotImplementedError
 
     def _note(self, ran: str) -> None:
         if not torch.compiler.is_compiling():  # a checkpointed region may not change anything outside of it
@@ -106,21 +112,21 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
             x = annotated(x, mesh, self.input_layouts)
             if self.input_layouts != (Replicate(),):
                 x = x.redistribute(placements=(Replicate(),), async_op=True)
-            y = F.linear(x, self.weight, self.bias)
+            y = super().forward(x)
         return self._laid_out(y, mesh, Shard(y.ndim - 1), y.shape)
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """This rank's columns, or None where no op makes them."""
         why = why_not_sharded(self, mesh, 0) or why_no_rows(x)
         why = why or why_elsewhere(x, mesh)
-        compiling = torch.compiler.is_compiling()
-        if why is None and isinstance(x, DTensor) and x.placements == (Replicate(),) and not compiling:
+        shares = self.shares and not torch.compiler.is_compiling()
+        if why is None and isinstance(x, DTensor) and x.placements == (Replicate(),) and shares:
             made, ran = taken_from(x, self)
             self._note(ran)
             return linear_of_whole(self, x, made)
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
-            self._note("matmul_all_reduce in the backward, as all ranks hold x")
-            return linear_of_replicated(self, x, mesh)
+            self._note(self.prefix + HELD)
+            return self._run(HELD, x, 0, mesh)
         laid_out = annotated(x, mesh, self.input_layouts)
         gather_dim = token_dim(laid_out.placements[0], x.ndim)
         if gather_dim is None:
@@ -128,10 +134,14 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         if why is not None or gather_dim is None:
             self._note(f"torch's own: {why}")
             return None
-        self._note("all_gather_matmul")
+        self._note(self.prefix + GATHER)
+        return self._run(GATHER, laid_out, gather_dim, mesh)
+
+    def _run(self, op: str, x: Any, dim: int, mesh: DeviceMesh) -> Tensor:
+        if op == HELD:
+            return linear_of_replicated(self, x, mesh)
         weight, bias = shards(self)
-        size = gather_size_of(laid_out, gather_dim)
-        y = all_gather_matmul(shard_of(laid_out), weight.mT, gather_dim, mesh, bias=bias, gather_size=size)
+        y = all_gather_matmul(shard_of(x), weight.mT, dim, mesh, bias=bias, gather_size=gather_size_of(x, dim))
         return unwritten(y, x, self.weight, keeps_x=False)
 
 
@@ -162,7 +172,7 @@ class RowwiseLinear(ShardedLinear):
                 x = x.redistribute(placements=features, async_op=True)
         y = self._by_op(x, mesh)
         if y is None:
-            y = F.linear(annotated(x, mesh, features), self.weight, self.bias)
+            y = super().forward(annotated(x, mesh, features))
         return self._laid_out(y, mesh, normalized(self.output_layouts, x.ndim)[0], x.shape)
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
@@ -175,14 +185,17 @@ class RowwiseLinear(ShardedLinear):
         if why is not None:
             self._note(f"torch's own: {why}")
             return None
+        op = REDUCE if scatter_dim is None else SCATTER
+        self._note(self.prefix + op)
+        return self._run(op, x, scatter_dim or 0, mesh)
+
+    def _run(self, op: str, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
         part = shard_of(x) if isinstance(x, DTensor) else x
         weight, bias = shards(self)
-        if scatter_dim is None:
-            self._note("matmul_all_reduce")
+        if op == REDUCE:
             y = matmul_all_reduce(part, weight.mT, mesh, bias=bias)
         else:
-            self._note("matmul_reduce_scatter")
-            y = matmul_reduce_scatter(part, weight.mT, scatter_dim, mesh, bias=bias_of_part(self.bias))
+            y = matmul_reduce_scatter(part, weight.mT, dim, mesh, bias=bias_of_part(self.bias))
         return unwritten(y, x, self.weight)
 
 

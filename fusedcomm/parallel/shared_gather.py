@@ -28,12 +28,13 @@ from fusedcomm.parallel.unwritten import counts_of, is_cast
 
 
 class SharingLinear(nn.Linear):
-    """A layer that can take part.
+    """A layer that can take part, if it ``shares``.
 
     ``passed_over``: indices of the module's inputs for which no rank took this layer's result in the module's first
     call; None before that.
     """
 
+    shares = True
     passed_over: frozenset[int] | None = None
 
 

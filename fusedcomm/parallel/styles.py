@@ -13,8 +13,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import style as torch_styles
 from torch.distributed.tensor.placement_types import Placement
 
+from fusedcomm.parallel.float8_linear import float8_class, is_float8_linear, why_not_scaled
 from fusedcomm.parallel.plain_modules import is_defined_in, why_not_plain_call, why_on_any_rank
-from fusedcomm.parallel.sharded_linear import LEFT, ColwiseLinear, RowwiseLinear
+from fusedcomm.parallel.sharded_linear import LEFT, ColwiseLinear, RowwiseLinear, ShardedLinear
 from fusedcomm.parallel.shared_gather import Offers, SharingLinear, running_call
 
 _OF_LINEAR = ("_apply", "_partition_linear_fn", "_prepare_input_fn", "_prepare_output_fn")
@@ -35,15 +36,10 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
-        why = why_not_plain_call(module) or _why_not_own(self, *_OF_LINEAR)
-        if why is None and self.desired_input_layouts != (Replicate(),):
+        why = None
+        if self.desired_input_layouts != (Replicate(),):
             why = f"the style wants its input placed as {self.desired_input_layouts}"
-        if _is_left(module, device_mesh, why):
-            return super()._apply(module, device_mesh)
-        self._partition_linear_fn("", module, device_mesh)
-        return ColwiseLinear.convert(module, self)
+        return _converted(self, module, device_mesh, ColwiseLinear, why) or super()._apply(module, device_mesh)
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
@@ -60,13 +56,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return super()._apply(module, device_mesh)
-        why = why_not_plain_call(module) or _why_not_own(self, *_OF_LINEAR)
-        if _is_left(module, device_mesh, why):
-            return super()._apply(module, device_mesh)
-        self._partition_linear_fn("", module, device_mesh)
-        return RowwiseLinear.convert(module, self)
+        return _converted(self, module, device_mesh, RowwiseLinear) or super()._apply(module, device_mesh)
 
 
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
@@ -103,6 +93,23 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
             if offer is not None:
                 return offer
         return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+
+
+def _converted(
+    style: Any, module: nn.Module, mesh: DeviceMesh, layer: type[ShardedLinear], why: str | None = None
+) -> nn.Module | None:
+    """``module`` as a ``layer``; None if it is left to torch."""
+    if not isinstance(module, nn.Linear):
+        return None
+    if is_float8_linear(module):
+        layer = float8_class(layer, type(module))  # type: ignore[arg-type]  # types are Hashable
+        why = why_not_plain_call(module, type(module)) or why_not_scaled(module) or why
+    else:
+        why = why_not_plain_call(module) or why
+    if _is_left(module, mesh, why or _why_not_own(style, *_OF_LINEAR)):
+        return None
+    style._partition_linear_fn("", module, mesh)
+    return layer.convert(module, style)
 
 
 def _why_not_own(style: torch_styles.ParallelStyle, *methods: str) -> str | None:
@@ -152,7 +159,7 @@ def _layers_in(module: nn.Module) -> list[SharingLinear]:
             if child in seen or prepared:
                 continue
             seen.add(child)
-            if isinstance(child, ColwiseLinear):
+            if isinstance(child, ColwiseLinear) and child.shares:
                 found.append(child)
             else:
                 parents.append(child)

@@ -170,20 +170,20 @@ def quantized(t: Tensor, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, 
     wide = t.to(torch.float32)
     if scaling.rows == scaling.k == 0:
         scale = _scale(wide.abs().amax() if t.numel() else wide.new_zeros(()), dtype)
-        return _rounded(wide / scale, dtype), scale
+        return rounded(wide / scale, dtype), scale
     rows, k = scaling.rows, scaling.k or t.shape[-1]
     padded = torch.nn.functional.pad(wide, (0, -t.shape[-1] % k if k else 0, 0, -t.shape[-2] % rows))
     blocks = padded.unflatten(-1, (-1, k) if k else (1, 0)).unflatten(-3, (-1, rows))  # [..., rows, b, K, b]
     amax = blocks.abs().amax((-3, -1)) if t.numel() else blocks.new_zeros((*blocks.shape[:-3], blocks.shape[-2]))
     scale = _scale(amax, dtype)
     values = (blocks / scale.unsqueeze(-2).unsqueeze(-1)).flatten(-2).flatten(-3, -2)
-    return _rounded(values[..., : t.shape[-2], : t.shape[-1]], dtype), scale
+    return rounded(values[..., : t.shape[-2], : t.shape[-1]], dtype), scale
 
 
 def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(amax > 0, amax / torch.finfo(dtype).max, 1.0)
 
 
-def _rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     most = torch.finfo(dtype).max
     return t.clamp(-most, most).to(dtype)
