@@ -78,7 +78,7 @@ class _Float8(ShardedLinear):
         local = shard_of(x) if isinstance(x, DTensor) else x
         if torch.is_autocast_enabled(x.device.type):
             local = local.to(torch.get_autocast_dtype(x.device.type))
-        refuse_outside_ops("parallel", local, weight, bias)
+        refuse_outside_ops(f"parallel.{type(self).__name__}", local, weight, bias)
         move = Move(op, dim, x.shape[dim], *resolve(mesh))
         y = unwritten(scaled_linear(local, weight, move, _casts_of(self.config)), x, self.weight, keeps_x=False)
         bias = bias_of_part(self.bias) if op == SCATTER else bias
