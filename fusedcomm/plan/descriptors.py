@@ -63,15 +63,15 @@ def _view_of(w: Tensor, num_parts: int, whole: bool) -> tuple[tuple[int, ...], t
     return None  # parts lie side by side in a row: a driver wants each stride to step over the dims before it
 
 
-def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int) -> bool:
+def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int, row_numel: int) -> bool:
     """Whether a tensor descriptor can load every source's chunk [batches * rows, columns]: in whole blocks of K, or as
-    one run, behind which lie zeros.
+    one run, behind which lie zeros. ``row_numel``: elements from a row to the next.
     """
     columns = spans.columns
     if columns.size == 0 or (columns.inner < columns.size and columns.inner % _LEAST_BLOCK_K):
         return False
-    num_rows = group_size * (spans.chunk_numel // columns.size)
-    return are_multiples_of_16(columns.size * itemsize) and max(num_rows, columns.size) <= _INT32_MAX
+    num_rows = group_size * (spans.chunk_numel // row_numel)
+    return are_multiples_of_16(row_numel * itemsize) and max(num_rows, columns.size) <= _INT32_MAX
 
 
 def column_shift(w: Tensor, columns: Span) -> int:
@@ -101,14 +101,15 @@ def describe_x(s: Builder, x: Tensor, config: tiles.TileConfig) -> Described:
     return Described(s.place(x), tuple(x.shape), (x.shape[1], 1), (config.block_m, config.block_k))
 
 
-def describe_slots(s: Builder, spans: RoundSpans, dtype: torch.dtype, config: tiles.TileConfig) -> Described:
+def describe_slots(
+    s: Builder, spans: RoundSpans, dtype: torch.dtype, config: tiles.TileConfig, row_numel: int
+) -> Described:
     """Both slots of this rank [num_slots, rows of all chunks, columns]: the kernel takes its epoch's."""
-    num_slots, num_columns = s.memory.layout.num_slots, spans.columns.size
-    num_rows = s.group_size * (spans.chunk_numel // num_columns)
+    num_rows = s.group_size * (spans.chunk_numel // row_numel)
     return Described(
         s.place(s.slots(dtype)),
-        (num_slots, num_rows, num_columns),
-        (s.memory.slot_bytes // dtype.itemsize, num_columns, 1),
+        (s.memory.layout.num_slots, num_rows, spans.columns.size),
+        (s.memory.slot_bytes // dtype.itemsize, row_numel, 1),
         (1, config.block_m, config.block_k),
     )
 

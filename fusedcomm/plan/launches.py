@@ -9,11 +9,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fusedcomm.kernels.triton import bundles
 from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Span, Traits, Unpacked
 from fusedcomm.plan import tiles
-from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.builder import Builder, Given
+from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.descriptors import (
     can_describe_slots,
     can_describe_w,
@@ -26,6 +29,8 @@ from fusedcomm.plan.descriptors import (
     unit,
 )
 from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 
 # Otherwise ptxas spills, to fit more blocks per multiprocessor than these persistent grids have.
@@ -34,16 +39,19 @@ _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last
 _REGISTERS = 1 << 16  # of an SM
 _LEAST_ALONE = 24 << 20  # bytes read and written: all SMs then save the 2 us of the kernel that waits for them
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
+_IN_TRITON = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}  # dtypes that it names otherwise
 
 
-def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans) -> None:
+def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSpans) -> None:
     """Compute every dst_rank's chunk of x @ w + bias into its slot, and signal it.
 
-    x [..., K]; w [K, N] or [..., K, N].
+    x [..., K]; w [K, N] or [..., K, N]; both or none of them Scaled.
     """
     if spans.chunk_numel == 0:
         signal(s, None)
         return
+    dtype = x.dtype  # of the chunks
+    (x, x_scale), (w, w_scale) = _values(x), _values(w)
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
     if w.shape[-2] == 0:  # the kernel needs K > 0
         x, w = _zeros(s, x, *x.shape[:-1], 1), _zeros(s, x, *w.shape[:-2], 1, w.shape[-1])
@@ -67,12 +75,15 @@ def push(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpan
         s.device.allow_tf32,
         shift=shape.shift if use_tma else 0,
         one_batch=spans.batches.size == 1,
-        n_unit=unit(x.itemsize, num_n, *spans.columns),
+        n_unit=unit(dtype.itemsize, num_n, *spans.columns),
+        scaled=_scaled(w, x_scale, w_scale, dtype),
         **_loaded_units(w, use_tma),
     )
     arguments = (
         describe_x(s, x, config) if use_tma else s.place(x),
         *_weights(s, w, bias, config, use_tma, parts),
+        _vector(s, x_scale),
+        _vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
@@ -97,7 +108,7 @@ def pack(s: Builder, t: Tensor, spans: RoundSpans, *, own: bool = True) -> None:
 def gather_matmul(
     s: Builder,
     out: Tensor,
-    w: Tensor,
+    w: Operand,
     bias: Tensor | None,
     spans: RoundSpans,
     *,
@@ -107,10 +118,15 @@ def gather_matmul(
     """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
 
     out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
-    follows. Without ``own`` this rank's rows are in ``out``.
+    follows. Without ``own`` this rank's rows are in ``out``. The chunks for a w OfPayload are rows of its payload.
     """
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
+    dtype, row_numel = out.dtype, spans.columns.size  # of a chunk
+    if isinstance(w, OfPayload):
+        dtype, k = w.payload.dtype, w.payload.ks[0]
+        spans = replace(spans, columns=Span(k, 0, max(k, 1), 0, k if len(w.payload.ks) > 1 else 0))
+    w, w_scale = _values(w)
     w = _matrices(s, w)
     _, num_k, num_n = w.shape
     split_k = spans.columns.size != num_k
@@ -119,7 +135,7 @@ def gather_matmul(
     one_run = spans.columns.inner >= spans.columns.size
     parts = num_parts, not one_run or spans.columns.size % tiles.BLOCK_K == 0
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
-    describable = can_describe_slots(spans, s.group_size, w.itemsize) and can_describe_w(s, w, *parts)
+    describable = can_describe_slots(spans, s.group_size, w.itemsize, row_numel) and can_describe_w(s, w, *parts)
     config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns))
     use_tma = s.device.has_tma and describable
     if use_tma and not one_run:  # a box is of one run
@@ -136,7 +152,8 @@ def gather_matmul(
         own,
         end_round,
         one_batch=spans.batches.size == 1,
-        n_unit=unit(w.itemsize, num_n),
+        n_unit=unit(out.itemsize, num_n),
+        scaled=_scaled(w, w_scale, w_scale, dtype),
         **_loaded_units(w, use_tma, *spans.columns),
     )
     num_tiles = tiles.num_tiles(config, shape)
@@ -148,8 +165,9 @@ def gather_matmul(
         assert num_tiles * s.group_size <= _MOST_TILES
     arguments = (
         s.place(out),
-        describe_slots(s, spans, out.dtype, config) if use_tma else None,
+        describe_slots(s, spans, dtype, config, row_numel) if use_tma else None,
         *_weights(s, w, bias, config, use_tma, parts),
+        _vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
@@ -333,6 +351,19 @@ def _finish(s: Builder, out: Tensor | None, end_round: bool) -> None:
 def loadable(s: Builder, w: Tensor) -> Tensor:
     """w with K or N contiguous, as the kernels take it: a copy only where neither is."""
     return w if 1 in w.stride()[-2:] else s.contiguous(w)
+
+
+def _values(operand: Operand) -> tuple[Tensor, Given]:
+    return (operand.values, operand.scale) if isinstance(operand, Scaled) else (operand, None)
+
+
+def _scaled(w: Tensor, x_scale: Given, w_scale: Given, in_slots: torch.dtype) -> bundles.Scaled | None:
+    """w [num_batches, K, N]; w's scale has 2 dims or more, or one element."""
+    if x_scale is None or w_scale is None:
+        return None
+    num_blocks = w_scale.shape[-2:] if w_scale.numel() > 1 else (1, 1)
+    blocks = (0 if n == 1 else 1 if n == size else BLOCK for n, size in zip(num_blocks, w.shape[1:], strict=True))
+    return bundles.Scaled(x_scale.numel() > 1, *blocks, _IN_TRITON.get(in_slots) or str(in_slots).removeprefix("torch."))
 
 
 def _launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:

@@ -70,6 +70,19 @@ _HALF: dict[int, tuple[Rated, ...]] = {
         Rated(TileConfig(64, 64, 64, 8, 4, 4), 255, 300),
     ),
 }
+_FLOAT8: dict[int, tuple[Rated, ...]] = {  # never run; sm_90 adds up twice, in fewer bits and in float32
+    90: (
+        Rated(TileConfig(128, 128, 128, 8, 8, 4, halves=True), 364, 1450),
+        Rated(TileConfig(64, 128, 128, 8, 4, 4), 272, 570),
+        Rated(TileConfig(64, 64, 128, 8, 4, 4), 255, 300),
+    ),
+    100: (
+        Rated(TileConfig(128, 256, 128, 8, 8, 3, halves=True), 643, 2450),
+        Rated(TileConfig(128, 128, 128, 8, 8, 4, halves=True), 364, 1450),
+        Rated(TileConfig(64, 128, 128, 8, 4, 4), 272, 570),
+        Rated(TileConfig(64, 64, 128, 8, 4, 4), 255, 300),
+    ),
+}
 _TF32 = (
     Rated(TileConfig(128, 128, 32, 8, 8, 3, halves=True), 400, 2400),
     Rated(TileConfig(64, 64, 32, 8, 4, 3), 150, 1400),
@@ -118,7 +131,7 @@ def matmul_config(
         m, n = _fitting(shape.rows.size, 64), _fitting(shape.columns.size, 64)
         return TileConfig(m, n, _fitting(shape.k, 64), 2, 4, 1)
     single = _TF32 if allow_tf32 else _FP32
-    table = single if dtype == torch.float32 else _HALF[arch]
+    table = single if dtype == torch.float32 else (_FLOAT8 if dtype.itemsize == 1 else _HALF)[arch]
 
     def fits(config: TileConfig) -> bool:
         by_pointer = not (describable and boxes(config, shape))

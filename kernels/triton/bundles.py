@@ -113,6 +113,15 @@ class Unpacked(NamedTuple):
     own: bool  # this rank's chunk is in the slot too; otherwise it is in its place
 
 
+class Scaled(NamedTuple):
+    """TRAITS.scaled: which elements of float8 operands share a scale."""
+
+    by_row: bool  # each row of x has its own; otherwise all share one
+    block_k: int  # of K; 0: all of it
+    block_n: int  # columns of w; 0: all of them
+    in_slots: str  # dtype of a slot's elements, by its name in triton.language
+
+
 class Traits(NamedTuple):
     """TRAITS: static facts about a matmul."""
 
@@ -132,6 +141,7 @@ class Traits(NamedTuple):
     k_unit: int = 1  # K, and the columns of a gathered chunk
     n_unit: int = 1  # N, and the columns of a pushed chunk
     w_unit: int = 1  # w's strides
+    scaled: Scaled | None = None  # x and w are float8
 
 
 class Round(NamedTuple):
@@ -142,6 +152,13 @@ class Round(NamedTuple):
     rank: Any
     epoch: Any
     fingerprint: Any
+
+
+class Scales(NamedTuple):
+    """Pointers to the scales of x and of w, or None."""
+
+    x: Any
+    w: Any
 
 
 class Operands(NamedTuple):
@@ -160,3 +177,4 @@ class Operands(NamedTuple):
     w_row: Any  # the first row of this batch in w's descriptor, or its index in the dim in front
     w_columns: Any  # the first column (descriptor), or all [BLOCK_N]
     w_mask: Any
+    scales: Scales  # those that change along K

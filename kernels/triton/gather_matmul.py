@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import Operands, Span
+from fusedcomm.kernels.triton.bundles import Operands, Scales, Span
 from fusedcomm.kernels.triton.matmul import (
     load_block,
     load_box,
@@ -20,11 +20,42 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import fence_generic_writes, named, span_index
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, source_rank, wait_source
+from fusedcomm.kernels.triton.scales import (
+    block_of,
+    num_blocks,
+    of_blocks,
+    of_columns,
+    of_sums,
+    of_tile,
+    scaled,
+    w_step,
+)
 
 
 @triton.jit
-def _store(acc, out_ptr, bias_ptr, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Store a tile of src_rank's chunk, with the bias, to its rows of out."""
+def _row_stride(K, TRAITS: tl.constexpr):
+    """Elements from a row of a chunk to the next. Behind float8 values lie the row's scales, both padded to 16 bytes."""
+    stride = K
+    if TRAITS.scaled is not None:
+        stride = (tl.cdiv(K, 16) + tl.cdiv(num_blocks(K, TRAITS), 4)) * 16
+    return stride
+
+
+@triton.jit
+def _scales(scales, row, tile_n, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """Pointers to the scales of a tile in the first block of K; its rows begin at ``row`` of the slot."""
+    x = None
+    if scales.w is not None:
+        rows = (row + tl.arange(0, TILE.block_m)).to(tl.int64)
+        x = scales.x + rows * (_row_stride(K, TRAITS) // 4) + tl.cdiv(K, 16) * 4
+    return of_tile(x, scales.w, tile_n * TILE.block_n, TRAITS)
+
+
+@triton.jit
+def _store(
+    acc, out_ptr, bias_ptr, scales, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
+):
+    """Store a tile of src_rank's chunk, scaled, with the bias, to its rows of out."""
     b, tile_m, tile_n = tile
     N = sizes.N
     batch = span_index(b, src_rank, spans.batches, TRAITS.one_batch)
@@ -33,7 +64,10 @@ def _store(acc, out_ptr, bias_ptr, tile, src_rank, spans, sizes, TILE: tl.conste
     mask = tl.arange(0, TILE.block_m) < i_end - i
     columns = Span(N, 0, N, 0, 0)
     j = tile_n * TILE.block_n
-    store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, 0, columns, 2, TILE.halves)
+    row = (src_rank * spans.batches.size + b) * spans.rows.size + i
+    acc = scaled(acc, of_sums(_scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS), TRAITS), mask)
+    w_scales = of_columns(scales.w, TRAITS)
+    store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, w_scales, 0, columns, 2, TILE.halves)
 
 
 @triton.jit
@@ -55,11 +89,13 @@ def _poison(
     for tile in range(tl.program_id(0), num_all, tl.num_programs(0)):
         src_rank = source_rank(tile // tiles_in_chunk, rank, LAYOUT)
         at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE, TRAITS)
-        _store(nan, out_ptr, None, at, src_rank, spans, sizes, TILE, TRAITS)
+        _store(nan, out_ptr, None, Scales(None, None), at, src_rank, spans, sizes, TILE, TRAITS)
 
 
 @triton.jit
-def _operands(x, slot, w, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr):
+def _operands(
+    x, slot, w, scales, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TILE: tl.constexpr, TRAITS: tl.constexpr
+):
     """The Operands of a tile of src_rank's chunk. x: descriptor of the slots, or pointer to the slot."""
     b, tile_m, tile_n = tile
     batch = span_index(b, src_rank, spans.batches, TRAITS.one_batch)
@@ -69,8 +105,10 @@ def _operands(x, slot, w, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TI
     w_columns = tile_n * TILE.block_n + tl.arange(0, TILE.block_n)
     w_mask = w_columns < sizes.N
     w_row = 0
+    row = (src_rank * spans.batches.size + b) * spans.rows.size + i
+    scales = of_blocks(_scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS), TRAITS)
     if TRAITS.by_tma:
-        x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)
+        x_rows = (slot, row)
         w_columns = tile_n * TILE.block_n
         parts: tl.constexpr = LAYOUT.group_size if TRAITS.split_k else 1
         w_row = row_of_batch(w, batch, sizes, TRAITS.w_transposed, parts)
@@ -80,7 +118,7 @@ def _operands(x, slot, w, tile, src_rank, spans, sizes, LAYOUT: tl.constexpr, TI
         w += batch * sizes.w_stride_batch
         if TRAITS.w_transposed:  # otherwise they lie side by side, and 32 bits spare registers
             w_columns = w_columns.to(tl.int64)
-    return Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask)
+    return Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask, scales)
 
 
 @triton.jit
@@ -97,7 +135,7 @@ def _add_sources(
     TRAITS: tl.constexpr,
 ):
     """acc + the products of some sources; one loop, so that loads stay in flight from source to source."""
-    x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
+    x, x_rows, x_mask, w, w_row, w_columns, w_mask, scales = operands
     columns = spans.columns
     in_chunk = num_tiles(columns, TILE.block_k, TRAITS.columns_in_runs)
     offsets = tl.arange(0, TILE.block_k)
@@ -115,11 +153,13 @@ def _add_sources(
         else:
             chunk = x + tl.cast(src_rank, tl.int64) * sizes.chunk_numel
             mask = x_mask[:, None] if TRAITS.even_k else x_mask[:, None] & (offsets < k_end - k)[None, :]
-            a = load_block(chunk, x_rows, columns.size, k + offsets, 1, mask)
+            a = load_block(chunk, x_rows, _row_stride(columns.size, TRAITS), k + offsets, 1, mask)
             w_rows = tile_indices(k, src_rank, columns, TILE.block_k, TRAITS.columns_in_runs)
             mask = w_mask[None, :] if TRAITS.even_k else w_mask[None, :] & (offsets < k_end - k)[:, None]
             b = load_block(w, w_rows, sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
-        acc = multiply(a, b, acc, TRAITS.allow_tf32)
+        x_step = block_of(k, TRAITS) + tl.cast(src_rank, tl.int64) * (sizes.chunk_numel // 4)
+        w_k = span_index(k, src_rank, columns, TRAITS.columns_in_runs == 2)
+        acc = multiply(a, b, acc, scales, x_mask, x_step, w_step(w_k, sizes.N, TRAITS), TILE, TRAITS)
     return acc
 
 
@@ -129,6 +169,7 @@ def gather_matmul_kernel(
     slots,  # descriptor of this rank's slots [num_slots, rows of all chunks, K of one], or None: loads by pointer
     w,  # descriptor or pointer, as in Operands
     bias_ptr,  # [N], or None
+    w_scales,  # [blocks of K, blocks of N], or None; those of x come with its rows
     segments_ptr,  # [R] addresses of the ranks' segments
     spans,  # Spans over src_rank
     sizes,
@@ -155,10 +196,13 @@ def gather_matmul_kernel(
     spans, sizes = named(spans, TRAITS.k_unit), sizes_in_units(sizes, TRAITS.k_unit, TRAITS)
     round = next_round(segments_ptr, rank, fingerprint)
     failed = round.epoch < 0
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = OUT if TRAITS.scaled is None else getattr(tl, TRAITS.scaled.in_slots)
     if TRAITS.by_tma:
         x, slot = slots, (round.epoch % LAYOUT.num_slots).to(tl.int32)
     else:
-        x, slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, out_ptr.dtype.element_ty), 0
+        x, slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, DTYPE), 0
+    scales = Scales(slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, tl.float32), w_scales)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = tl.cdiv(sizes.N, TILE.block_n)
     tiles_in_chunk = spans.batches.size * num_m * num_n
@@ -173,7 +217,7 @@ def gather_matmul_kernel(
         # The first tile takes the sources as they arrive; after it, all are there.
         acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
         at = tile_of_chunk(program, num_m, num_n, TILE, TRAITS)
-        operands = _operands(x, slot, w, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
+        operands = _operands(x, slot, w, scales, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
         for step in range(LAYOUT.group_size):
             round = next_round(segments_ptr, rank, fingerprint)
             failed = wait_source(source_rank(step, rank, LAYOUT), round, failed, LAYOUT)
@@ -181,14 +225,14 @@ def gather_matmul_kernel(
                 fence_generic_writes()
             first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk
             acc = _add_sources(acc, first, end, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
-        _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
+        _store(acc, out_ptr, bias_ptr, scales, at, 0, spans, sizes, TILE, TRAITS)
         num_left = tl.where(failed, 0, num_all)
         for tile in tl.range(program + num_programs, num_left, num_programs, flatten=TRAITS.by_tma):
             acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
             at = tile_of_chunk(tile, num_m, num_n, TILE, TRAITS)
-            operands = _operands(x, slot, w, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
+            operands = _operands(x, slot, w, scales, at, 0, spans, sizes, LAYOUT, TILE, TRAITS)
             acc = _add_sources(acc, 0, num_blocks, operands, rank, spans, sizes, LAYOUT, TILE, TRAITS)
-            _store(acc, out_ptr, bias_ptr, at, 0, spans, sizes, TILE, TRAITS)
+            _store(acc, out_ptr, bias_ptr, scales, at, 0, spans, sizes, TILE, TRAITS)
     else:
         num_all = tiles_in_chunk * LAYOUT.group_size
         if TRAITS.by_tma:
@@ -207,9 +251,10 @@ def gather_matmul_kernel(
             num_left = tl.where(failed, 0, tiles_in_chunk)
             for tile in tl.range(first, num_left, num_programs, flatten=TRAITS.by_tma):
                 at = tile_of_chunk(tile, num_m, num_n, TILE, TRAITS)
-                operands = _operands(x, slot, w, at, src_rank, spans, sizes, LAYOUT, TILE, TRAITS)
-                acc = matmul_tile(operands, spans.columns.size, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
-                _store(acc, out_ptr, bias_ptr, at, src_rank, spans, sizes, TILE, TRAITS)
+                operands = _operands(x, slot, w, scales, at, src_rank, spans, sizes, LAYOUT, TILE, TRAITS)
+                x_stride = _row_stride(spans.columns.size, TRAITS)
+                acc = matmul_tile(operands, spans.columns.size, x_stride, sizes, TILE, TRAITS)
+                _store(acc, out_ptr, bias_ptr, scales, at, src_rank, spans, sizes, TILE, TRAITS)
             step += 1
         if not TRAITS.own:  # behind the loop, where it takes no registers from it
             failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)

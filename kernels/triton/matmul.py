@@ -5,6 +5,7 @@ import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Sizes
 from fusedcomm.kernels.triton.primitives import INTERPRET, in_units, rounded, span_index, tile_coords
+from fusedcomm.kernels.triton.scales import block_of, scaled, w_step
 
 
 @triton.jit
@@ -92,22 +93,28 @@ def load_block(ptr, rows, row_stride, columns, column_stride, mask):
 
 
 @triton.jit
-def multiply(a, b, acc, ALLOW_TF32: tl.constexpr):
-    """acc + a @ b, in fp32."""
-    PRECISION: tl.constexpr = "tf32" if ALLOW_TF32 else "ieee"
+def multiply(a, b, acc, scales, mask, x_step, w_step, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """acc + a @ b, in fp32. The arguments behind acc: those of `scaled`, for this product alone."""
+    PRECISION: tl.constexpr = "tf32" if TRAITS.allow_tf32 else "ieee"
+    # Hopper adds float8 products in fewer bits than fp32 has: no more than a block of K (torch's use_fast_accum=False).
+    MOST: tl.constexpr = None if TRAITS.scaled is None else TILE.block_k
     if INTERPRET:  # the interpreter's dot is wrong on bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    if scales.x is None:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=MOST)
+    else:
+        acc += scaled(tl.dot(a, b, input_precision=PRECISION), scales, mask, x_step, w_step)
+    return acc
 
 
 @triton.jit
-def matmul_tile(operands, K, w_stride_k, w_stride_n, TILE: tl.constexpr, TRAITS: tl.constexpr):
+def matmul_tile(operands, K, x_stride, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """x[x_rows] @ w[:, w_columns] in fp32 [BLOCK_M, BLOCK_N]. Where a mask is false, the result can be anything.
 
     Descriptors read zeros beyond K. Where BLOCK_K does not divide K, w's descriptor has a dim for the batches: if they
     lay below one another, zeros of x would meet the next one (0 * inf is NaN).
     """
-    x, x_rows, x_mask, w, w_row, w_columns, w_mask = operands
+    x, x_rows, x_mask, w, w_row, w_columns, w_mask, scales = operands
     acc = tl.full((TILE.block_m, TILE.block_n), 0.0, tl.float32)
     ks = tl.arange(0, TILE.block_k)
     for k in range(0, K, TILE.block_k):
@@ -116,10 +123,10 @@ def matmul_tile(operands, K, w_stride_k, w_stride_n, TILE: tl.constexpr, TRAITS:
             b = load_box(w, w_row, k, w_columns, TRAITS.w_transposed)
         else:
             mask = x_mask[:, None] if TRAITS.even_k else x_mask[:, None] & (ks < K - k)[None, :]
-            a = load_block(x, x_rows, K, k + ks, 1, mask)
+            a = load_block(x, x_rows, x_stride, k + ks, 1, mask)
             mask = w_mask[None, :] if TRAITS.even_k else w_mask[None, :] & (ks < K - k)[:, None]
-            b = load_block(w, (k + ks).to(tl.int64), w_stride_k, w_columns, w_stride_n, mask)
-        acc = multiply(a, b, acc, TRAITS.allow_tf32)
+            b = load_block(w, (k + ks).to(tl.int64), sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
+        acc = multiply(a, b, acc, scales, x_mask, block_of(k, TRAITS), w_step(k, sizes.N, TRAITS), TILE, TRAITS)
     return acc
 
 
@@ -153,18 +160,32 @@ def load_box(w, w_row, k, column, W_TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def _store_part(
-    acc, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS: tl.constexpr, SHIFT: tl.constexpr
+    acc,
+    ptr,
+    rows,
+    row_mask,
+    j,
+    j_begin,
+    j_end,
+    bias_ptr,
+    w_scales,
+    peer,
+    columns,
+    IN_RUNS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     BLOCK_N: tl.constexpr = acc.shape[1]
     offsets = tl.arange(0, BLOCK_N)
     mask = offsets < j_end - j
     if SHIFT > 0:
         mask &= offsets >= j_begin - j
+    if SHIFT > 0:
+        at = column_index(j, j_begin, peer, columns, IN_RUNS) + offsets
+    else:
+        at = tile_indices(j, peer, columns, BLOCK_N, IN_RUNS)
+    if w_scales is not None:
+        acc *= tl.load(w_scales + at, mask, other=0.0)[None, :]
     if bias_ptr is not None:
-        if SHIFT > 0:
-            at = column_index(j, j_begin, peer, columns, IN_RUNS) + offsets
-        else:
-            at = tile_indices(j, peer, columns, BLOCK_N, IN_RUNS)
         acc += tl.load(bias_ptr + at, mask, other=0.0).to(tl.float32)[None, :]
     tl.store(
         ptr + j + rows[:, None] + offsets[None, :],
@@ -183,19 +204,20 @@ def store_tile(
     j_begin,
     j_end,
     bias_ptr,  # or None
+    w_scales,  # of each column, or None
     peer,
-    columns,  # Span of the columns in the bias
+    columns,  # Span of the columns in the bias and w_scales
     IN_RUNS: tl.constexpr,
     HALVES: tl.constexpr,
     SHIFT: tl.constexpr = 0,
 ):
-    """Add the bias, round, store. The stores are ordinary ones: no async proxy stands between the data and a flag."""
+    """Scale, add the bias, round, store. The stores are ordinary ones: no async proxy stands between the data and a flag."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if HALVES:  # fewer registers and half the shared memory at a time
         left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-        _store_part(left, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS, SHIFT)
+        _store_part(left, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, w_scales, peer, columns, IN_RUNS, SHIFT)
         j += BLOCK_N // 2
-        _store_part(right, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS, SHIFT)
+        _store_part(right, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, w_scales, peer, columns, IN_RUNS, SHIFT)
     else:
-        _store_part(acc, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, peer, columns, IN_RUNS, SHIFT)
+        _store_part(acc, ptr, rows, row_mask, j, j_begin, j_end, bias_ptr, w_scales, peer, columns, IN_RUNS, SHIFT)

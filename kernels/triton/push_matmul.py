@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import Operands
+from fusedcomm.kernels.triton.bundles import Operands, Scales
 from fusedcomm.kernels.triton.matmul import (
     column_index,
     column_range,
@@ -18,6 +18,7 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import named, span_index
 from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
+from fusedcomm.kernels.triton.scales import num_blocks, of_blocks, of_columns, of_sums, of_tile, scaled
 
 
 @triton.jit
@@ -29,7 +30,17 @@ def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: 
 
 
 @triton.jit
-def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
+def _scales(scales, i, j, dst_rank, spans, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """Pointers to the scales of the tile from i and j on in the first block of K."""
+    _, rows, columns = spans
+    x = scales.x
+    if x is not None and TRAITS.scaled.by_row:
+        x += tile_indices(i, dst_rank, rows, TILE.block_m, TRAITS.rows_in_runs) * num_blocks(K, TRAITS)
+    return of_tile(x, scales.w, span_index(j, dst_rank, columns, TRAITS.columns_in_runs == 2), TRAITS)
+
+
+@triton.jit
+def _multiply(x, w, scales, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """A tile of a chunk in fp32 [BLOCK_M, BLOCK_N], without the bias; ``tile`` is from _find."""
     _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
@@ -48,13 +59,14 @@ def _multiply(x, w, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
         w_columns = tile_indices(j, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs)
         w_row = 0
         w += batch * sizes.w_stride_batch
-    operands = Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask)
-    return matmul_tile(operands, sizes.K, sizes.w_stride_k, sizes.w_stride_n, TILE, TRAITS)
+    scales = of_blocks(_scales(scales, i, j, dst_rank, spans, sizes.K, TILE, TRAITS), TRAITS)
+    operands = Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask, scales)
+    return matmul_tile(operands, sizes.K, sizes.K, sizes, TILE, TRAITS)
 
 
 @triton.jit
-def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Store a tile, with the bias, to its place in the contiguous chunk; ``tile`` is from _find."""
+def _epilogue(acc, chunk, bias_ptr, scales, tile, spans, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """Store a tile, scaled, with the bias, to its place in the contiguous chunk; ``tile`` is from _find."""
     _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
     i, i_end = tile_range(tile_m, rows, TILE.block_m, TRAITS.rows_in_runs)
@@ -63,9 +75,12 @@ def _epilogue(acc, chunk, bias_ptr, tile, spans, TILE: tl.constexpr, TRAITS: tl.
     offsets = tl.arange(0, TILE.block_m)
     mask = offsets < i_end - i
     at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
+    acc = scaled(acc, of_sums(_scales(scales, i, j, dst_rank, spans, K, TILE, TRAITS), TRAITS), mask)
     in_runs: tl.constexpr = TRAITS.columns_in_runs
     shift: tl.constexpr = TRAITS.shift
-    store_tile(acc, part, at, mask, j, j_begin, j_end, bias_ptr, dst_rank, columns, in_runs, TILE.halves, shift)
+    w_scales = of_columns(scales.w, TRAITS)
+    halves: tl.constexpr = TILE.halves
+    store_tile(acc, part, at, mask, j, j_begin, j_end, bias_ptr, w_scales, dst_rank, columns, in_runs, halves, shift)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])
@@ -73,6 +88,8 @@ def push_matmul_kernel(
     x,  # descriptor or pointer, as in Operands
     w,
     bias_ptr,  # [N], or None
+    x_scales,  # [rows or 1, blocks of K], or None
+    w_scales,  # [blocks of K, blocks of N], or None
     segments_ptr,  # [R] addresses of the ranks' segments
     spans,  # Spans over dst_rank
     sizes,
@@ -82,7 +99,7 @@ def push_matmul_kernel(
     TILE: tl.constexpr,
     TRAITS: tl.constexpr,
 ):
-    """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns] + bias; signal it.
+    """slot[rank] of each dst_rank = x[batches, rows] @ w[batches][:, columns], scaled, + bias; signal it.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It reads the epoch on the device, so that a
     replayed graph moves on. Programs share the tiles of all chunks; there must be at least one.
@@ -95,7 +112,9 @@ def push_matmul_kernel(
     tiles_in_chunk = spans.batches.size * num_m * num_n
     num_all = tiles_in_chunk * LAYOUT.group_size
     num_programs = tl.num_programs(0)
-    DTYPE: tl.constexpr = x.dtype if TRAITS.by_tma else x.dtype.element_ty
+    scales = Scales(x_scales, w_scales)
+    X_DTYPE: tl.constexpr = x.dtype if TRAITS.by_tma else x.dtype.element_ty
+    DTYPE: tl.constexpr = X_DTYPE if TRAITS.scaled is None else getattr(tl, TRAITS.scaled.in_slots)
 
     stored_tile = tl.program_id(0) - num_programs
     num_stored = 0  # tiles of stored_rank's chunk that are stored but not reported
@@ -103,7 +122,7 @@ def push_matmul_kernel(
     # The loop is flattened: the loads of a tile are under way while the tile before it is stored.
     for tile in tl.range(tl.program_id(0), num_all, num_programs, flatten=TRAITS.by_tma):
         computed = _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT, TILE, TRAITS)
-        acc = _multiply(x, w, computed, spans, sizes, TILE, TRAITS)
+        acc = _multiply(x, w, scales, computed, spans, sizes, TILE, TRAITS)
 
         # The stored tile is found again from a counter of its own, so that the next tile's loads do not depend on this
         # tile's store.
@@ -117,7 +136,7 @@ def push_matmul_kernel(
             num_stored = 0
         slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * sizes.chunk_numel
-        _epilogue(acc, chunk, bias_ptr, stored, spans, TILE, TRAITS)
+        _epilogue(acc, chunk, bias_ptr, scales, stored, spans, sizes.K, TILE, TRAITS)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:
