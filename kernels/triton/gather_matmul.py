@@ -20,16 +20,7 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import fence_generic_writes, named, span_index
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, source_rank, wait_source
-from fusedcomm.kernels.triton.scales import (
-    block_of,
-    num_blocks,
-    of_blocks,
-    of_columns,
-    of_sums,
-    of_tile,
-    scaled,
-    w_step,
-)
+from fusedcomm.kernels.triton.scales import block_of, num_blocks, of_tile, scaled, w_step
 
 
 @triton.jit
@@ -44,10 +35,10 @@ def _row_stride(K, TRAITS: tl.constexpr):
 @triton.jit
 def _scales(scales, row, tile_n, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """Pointers to the scales of a tile in the first block of K; its rows begin at ``row`` of the slot."""
-    x = None
-    if scales.w is not None:
+    x = scales.x
+    if TRAITS.scaled is not None:
         rows = (row + tl.arange(0, TILE.block_m)).to(tl.int64)
-        x = scales.x + rows * (_row_stride(K, TRAITS) // 4) + tl.cdiv(K, 16) * 4
+        x += rows * (_row_stride(K, TRAITS) // 4) + tl.cdiv(K, 16) * 4
     return of_tile(x, scales.w, tile_n * TILE.block_n, TRAITS)
 
 
@@ -65,14 +56,16 @@ def _store(
     columns = Span(N, 0, N, 0, 0)
     j = tile_n * TILE.block_n
     row = (src_rank * spans.batches.size + b) * spans.rows.size + i
-    acc = scaled(acc, of_sums(_scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS), TRAITS), mask)
-    w_scales = of_columns(scales.w, TRAITS)
+    at_row = _scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS)
+    acc = scaled(acc, at_row, mask, 0, 0, True, TRAITS)
+    w_scales = scales.w if TRAITS.scaled is not None and TRAITS.scaled.block_n == 1 else None
     store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, w_scales, 0, columns, 2, TILE.halves)
 
 
 @triton.jit
 def _poison(
     out_ptr,
+    scales,
     num_all,
     tiles_in_chunk,
     num_m,
@@ -89,7 +82,7 @@ def _poison(
     for tile in range(tl.program_id(0), num_all, tl.num_programs(0)):
         src_rank = source_rank(tile // tiles_in_chunk, rank, LAYOUT)
         at = tile_of_chunk(tile % tiles_in_chunk, num_m, num_n, TILE, TRAITS)
-        _store(nan, out_ptr, None, Scales(None, None), at, src_rank, spans, sizes, TILE, TRAITS)
+        _store(nan, out_ptr, None, scales, at, src_rank, spans, sizes, TILE, TRAITS)
 
 
 @triton.jit
@@ -106,7 +99,7 @@ def _operands(
     w_mask = w_columns < sizes.N
     w_row = 0
     row = (src_rank * spans.batches.size + b) * spans.rows.size + i
-    scales = of_blocks(_scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS), TRAITS)
+    scales = _scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS)
     if TRAITS.by_tma:
         x_rows = (slot, row)
         w_columns = tile_n * TILE.block_n
@@ -159,7 +152,7 @@ def _add_sources(
             b = load_block(w, w_rows, sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
         x_step = block_of(k, TRAITS) + tl.cast(src_rank, tl.int64) * (sizes.chunk_numel // 4)
         w_k = span_index(k, src_rank, columns, TRAITS.columns_in_runs == 2)
-        acc = multiply(a, b, acc, scales, x_mask, x_step, w_step(w_k, sizes.N, TRAITS), TILE, TRAITS)
+        acc = multiply(a, b, acc, scales, x_mask, x_step, w_step(w_k, sizes.N, TRAITS), TRAITS)
     return acc
 
 
@@ -202,7 +195,9 @@ def gather_matmul_kernel(
         x, slot = slots, (round.epoch % LAYOUT.num_slots).to(tl.int32)
     else:
         x, slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, DTYPE), 0
-    scales = Scales(slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, tl.float32), w_scales)
+    scales = Scales(0, 0)
+    if TRAITS.scaled is not None:
+        scales = Scales(slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, tl.float32), w_scales)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = tl.cdiv(sizes.N, TILE.block_n)
     tiles_in_chunk = spans.batches.size * num_m * num_n
@@ -260,6 +255,6 @@ def gather_matmul_kernel(
             failed = wait_source(rank, next_round(segments_ptr, rank, fingerprint), failed, LAYOUT)
     round = next_round(segments_ptr, rank, fingerprint)
     if must_poison(round, failed, LAYOUT):
-        _poison(out_ptr, num_all, tiles_in_chunk, num_m, num_n, rank, spans, sizes, LAYOUT, TILE, TRAITS)
+        _poison(out_ptr, scales, num_all, tiles_in_chunk, num_m, num_n, rank, spans, sizes, LAYOUT, TILE, TRAITS)
     if TRAITS.end_round:
         end_round(round)

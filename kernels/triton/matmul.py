@@ -93,17 +93,19 @@ def load_block(ptr, rows, row_stride, columns, column_stride, mask):
 
 
 @triton.jit
-def multiply(a, b, acc, scales, mask, x_step, w_step, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """acc + a @ b, in fp32. The arguments behind acc: those of `scaled`, for this product alone."""
+def multiply(a, b, acc, scales, mask, x_step, w_step, TRAITS: tl.constexpr):
+    """acc + a @ b, in fp32. ``scales`` and behind it: arguments of `scaled`, for this product alone.
+
+    A float8 product is added as a whole: Hopper's sums of them have fewer bits than fp32. (A dot with an accumulator
+    and `max_num_imprecise_acc` reads wgmma's registers before its wait, in Triton 3.9.)
+    """
     PRECISION: tl.constexpr = "tf32" if TRAITS.allow_tf32 else "ieee"
-    # Hopper adds float8 products in fewer bits than fp32 has: no more than a block of K (torch's use_fast_accum=False).
-    MOST: tl.constexpr = None if TRAITS.scaled is None else TILE.block_k
     if INTERPRET:  # the interpreter's dot is wrong on bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
-    if scales.x is None:
-        acc = tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=MOST)
+    if TRAITS.scaled is None:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     else:
-        acc += scaled(tl.dot(a, b, input_precision=PRECISION), scales, mask, x_step, w_step)
+        acc += scaled(tl.dot(a, b, input_precision=PRECISION), scales, mask, x_step, w_step, False, TRAITS)
     return acc
 
 
@@ -126,7 +128,7 @@ def matmul_tile(operands, K, x_stride, sizes, TILE: tl.constexpr, TRAITS: tl.con
             a = load_block(x, x_rows, x_stride, k + ks, 1, mask)
             mask = w_mask[None, :] if TRAITS.even_k else w_mask[None, :] & (ks < K - k)[:, None]
             b = load_block(w, (k + ks).to(tl.int64), sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
-        acc = multiply(a, b, acc, scales, x_mask, block_of(k, TRAITS), w_step(k, sizes.N, TRAITS), TILE, TRAITS)
+        acc = multiply(a, b, acc, scales, x_mask, block_of(k, TRAITS), w_step(k, sizes.N, TRAITS), TRAITS)
     return acc
 
 

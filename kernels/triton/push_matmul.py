@@ -18,7 +18,7 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import named, span_index
 from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
-from fusedcomm.kernels.triton.scales import num_blocks, of_blocks, of_columns, of_sums, of_tile, scaled
+from fusedcomm.kernels.triton.scales import num_blocks, of_tile, scaled
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _scales(scales, i, j, dst_rank, spans, K, TILE: tl.constexpr, TRAITS: tl.con
     """Pointers to the scales of the tile from i and j on in the first block of K."""
     _, rows, columns = spans
     x = scales.x
-    if x is not None and TRAITS.scaled.by_row:
+    if TRAITS.scaled is not None and TRAITS.scaled.by_row:
         x += tile_indices(i, dst_rank, rows, TILE.block_m, TRAITS.rows_in_runs) * num_blocks(K, TRAITS)
     return of_tile(x, scales.w, span_index(j, dst_rank, columns, TRAITS.columns_in_runs == 2), TRAITS)
 
@@ -59,7 +59,7 @@ def _multiply(x, w, scales, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.c
         w_columns = tile_indices(j, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs)
         w_row = 0
         w += batch * sizes.w_stride_batch
-    scales = of_blocks(_scales(scales, i, j, dst_rank, spans, sizes.K, TILE, TRAITS), TRAITS)
+    scales = _scales(scales, i, j, dst_rank, spans, sizes.K, TILE, TRAITS)
     operands = Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask, scales)
     return matmul_tile(operands, sizes.K, sizes.K, sizes, TILE, TRAITS)
 
@@ -75,10 +75,10 @@ def _epilogue(acc, chunk, bias_ptr, scales, tile, spans, K, TILE: tl.constexpr, 
     offsets = tl.arange(0, TILE.block_m)
     mask = offsets < i_end - i
     at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
-    acc = scaled(acc, of_sums(_scales(scales, i, j, dst_rank, spans, K, TILE, TRAITS), TRAITS), mask)
+    acc = scaled(acc, _scales(scales, i, j, dst_rank, spans, K, TILE, TRAITS), mask, 0, 0, True, TRAITS)
     in_runs: tl.constexpr = TRAITS.columns_in_runs
     shift: tl.constexpr = TRAITS.shift
-    w_scales = of_columns(scales.w, TRAITS)
+    w_scales = scales.w if TRAITS.scaled is not None and TRAITS.scaled.block_n == 1 else None
     halves: tl.constexpr = TILE.halves
     store_tile(acc, part, at, mask, j, j_begin, j_end, bias_ptr, w_scales, dst_rank, columns, in_runs, halves, shift)
 
@@ -112,7 +112,9 @@ def push_matmul_kernel(
     tiles_in_chunk = spans.batches.size * num_m * num_n
     num_all = tiles_in_chunk * LAYOUT.group_size
     num_programs = tl.num_programs(0)
-    scales = Scales(x_scales, w_scales)
+    scales = Scales(0, 0)
+    if TRAITS.scaled is not None:
+        scales = Scales(x_scales, w_scales)
     X_DTYPE: tl.constexpr = x.dtype if TRAITS.by_tma else x.dtype.element_ty
     DTYPE: tl.constexpr = X_DTYPE if TRAITS.scaled is None else getattr(tl, TRAITS.scaled.in_slots)
 
