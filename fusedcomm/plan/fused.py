@@ -16,19 +16,20 @@ from torch import Tensor
 
 from fusedcomm.plan import chunked, launches
 from fusedcomm.plan.builder import Builder, Device, Given
-from fusedcomm.plan.chunk_matmul import GatheredMatmul
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import peers_of
 from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
+from fusedcomm.plan.scaled import gathered_matmul
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
 
 
-def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Given, out: Given = None) -> Tensor:
+def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    x, w = s.contiguous(x), launches.loadable(s, w)
+    x, w = launches.contiguous(s, x), launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
         with s.lane("matmul"):
@@ -40,12 +41,19 @@ def push_matmul(s: Builder, exchange: Exchange, x: Tensor, w: Tensor, bias: Give
 
 
 def push_reduce(
-    s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, partial_bias: Given, out: Given, scale: float
+    s: Builder,
+    exchange: Exchange,
+    x: Operand,
+    w: Operand | None,
+    bias: Given,
+    partial_bias: Given,
+    out: Given,
+    scale: float,
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    if w is None and copy_engines_send(exchange, s.device, x.itemsize):
+    if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale=scale)
-    x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
+    x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
         _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
@@ -55,8 +63,8 @@ def push_reduce(
 def push_reduce_gather(
     s: Builder,
     exchange: Exchange,
-    x: Tensor,
-    w: Given,
+    x: Operand,
+    w: Operand | None,
     bias: Given,
     partial_bias: Given,
     out: Given,
@@ -65,9 +73,9 @@ def push_reduce_gather(
     scale: float,
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums."""
-    if w is None and copy_engines_send(exchange, s.device, x.itemsize):
+    if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, scale=scale)
-    x, w = s.contiguous(x), None if w is None else launches.loadable(s, w)
+    x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)
     own_residual = None if residual is None else chunked.own_part(s, exchange, residual)
@@ -83,8 +91,8 @@ def push_reduce_gather(
 
 def _push_sum(
     s: Builder,
-    x: Tensor,
-    w: Given,
+    x: Operand,
+    w: Operand | None,
     partial_bias: Given,
     spans: RoundSpans,
     out: Tensor,
@@ -93,6 +101,7 @@ def _push_sum(
     residual: Given = None,
 ) -> None:
     if w is None:
+        assert isinstance(x, Tensor)
         with s.lane("push"):
             launches.pack(s, x, replace(spans, pack=spans.rows))
     else:
@@ -104,7 +113,7 @@ def _push_sum(
 
 
 def gather_matmul(
-    s: Builder, exchange: Exchange, x: Tensor, ws: Sequence[Tensor], biases: Sequence[Given], return_gathered: bool
+    s: Builder, exchange: Exchange, x: Tensor, ws: Sequence[Operand], biases: Sequence[Given], return_gathered: bool
 ) -> list[Tensor]:
     """``[gathered @ w + bias for w, bias in zip(ws, biases)]``, and gathered (or exchanged) x behind it if asked for.
 
@@ -112,11 +121,11 @@ def gather_matmul(
     its loop loads by one descriptor. The product of another matmul would be rounded once more.
     """
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
-    outs = [] if exchange.is_plain else [s.result(shape, x.dtype) for shape in exchange.out_shapes]
+    outs = chunked.results(s, exchange, ws)
     gathered = s.result(exchange.shape, x.dtype) if return_gathered else None
     by_copy = copy_engines_send(exchange, s.device, x.itemsize)
     own = exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot
-    matmuls = [] if own else [GatheredMatmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
+    matmuls = [] if own else [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     for spans in _rounds(s, exchange, x):
         begun = _send(s, x, spans, own, by_copy)
         if not own:
@@ -126,7 +135,7 @@ def gather_matmul(
         for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
             last = gathered is None and i == len(outs) - 1
             with s.lane("matmul"):
-                launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own)
+                launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own, dtype=x.dtype)
         if gathered is not None:
             with s.lane("copy"):
                 launches.unpack(s, gathered, spans, own=own, arrived=any(out.numel() for out in outs))
@@ -149,7 +158,7 @@ def _multiply_own(
             copy_between(s, spans.unpack.view(gathered.view(-1), 0, s.rank), chunk)
 
 
-def _rounds(s: Builder, exchange: Exchange, x: Tensor) -> list[RoundSpans]:
+def _rounds(s: Builder, exchange: Exchange, x: Operand) -> list[RoundSpans]:
     assert exchange.cut is None, "kernels take chunks of one size"
     return exchange.rounds(s.max_chunk_numel(x.dtype))
 

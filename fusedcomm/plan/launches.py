@@ -54,7 +54,8 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
     (x, x_scale), (w, w_scale) = _values(x), _values(w)
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
     if w.shape[-2] == 0:  # the kernel needs K > 0
-        x, w = _zeros(s, x, *x.shape[:-1], 1), _zeros(s, x, *w.shape[:-2], 1, w.shape[-1])
+        x, w = _zeros(s, dtype, *x.shape[:-1], 1), _zeros(s, dtype, *w.shape[:-2], 1, w.shape[-1])
+        x_scale = w_scale = None
     x, w = s.contiguous(s.reshape(x, x.shape[:-1].numel(), x.shape[-1])), _matrices(s, w)
     _, num_k, num_n = w.shape
     parts = 1, num_k % tiles.BLOCK_K == 0
@@ -114,18 +115,20 @@ def gather_matmul(
     *,
     end_round: bool,
     own: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Multiply every src_rank's chunk by its part of w, as the chunks arrive, into its rows of ``out``; add the bias.
 
     out [..., N] is the result of all rounds; w is [K, N] or [..., K, N]. ``end_round``: no kernel of this round
-    follows. Without ``own`` this rank's rows are in ``out``. The chunks for a w OfPayload are rows of its payload.
+    follows. Without ``own`` this rank's rows are in ``out``. ``dtype``: of the chunks, if it is not out's.
     """
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
-    dtype, row_numel = out.dtype, spans.columns.size  # of a chunk
-    if isinstance(w, OfPayload):
-        dtype, k = w.payload.dtype, w.payload.ks[0]
-        spans = replace(spans, columns=Span(k, 0, max(k, 1), 0, k if len(w.payload.ks) > 1 else 0))
+    row_numel, dtype = spans.columns.size, dtype or out.dtype  # of chunks
+    x_scale, payload = (w.scale_x, w.payload) if isinstance(w, OfPayload) else (None, None)
+    if payload is not None:
+        k, dtype = payload.ks[0], payload.dtype
+        spans = replace(spans, columns=Span(k, 0, max(k, 1), 0, k if len(payload.ks) > 1 else 0))
     w, w_scale = _values(w)
     w = _matrices(s, w)
     _, num_k, num_n = w.shape
@@ -153,7 +156,7 @@ def gather_matmul(
         end_round,
         one_batch=spans.batches.size == 1,
         n_unit=unit(out.itemsize, num_n),
-        scaled=_scaled(w, w_scale, w_scale, dtype),
+        scaled=_scaled(w, x_scale, w_scale, dtype),
         **_loaded_units(w, use_tma, *spans.columns),
     )
     num_tiles = tiles.num_tiles(config, shape)
@@ -167,6 +170,7 @@ def gather_matmul(
         s.place(out),
         describe_slots(s, spans, dtype, config, row_numel) if use_tma else None,
         *_weights(s, w, bias, config, use_tma, parts),
+        _vector(s, x_scale),
         _vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
@@ -348,8 +352,14 @@ def _finish(s: Builder, out: Tensor | None, end_round: bool) -> None:
     _launch(s, "handshake.finish_kernel", 1, arguments, num_warps=1)
 
 
-def loadable(s: Builder, w: Tensor) -> Tensor:
-    """w with K or N contiguous, as the kernels take it: a copy only where neither is."""
+def contiguous(s: Builder, x: Operand) -> Operand:
+    return replace(x, values=s.contiguous(x.values)) if isinstance(x, Scaled) else s.contiguous(x)
+
+
+def loadable(s: Builder, w: Operand) -> Operand:
+    """w with K or N contiguous, as the kernels take it, K if it is float8: a copy only where it is not."""
+    if isinstance(w, Scaled):
+        return w if w.values.stride(-2) == 1 else replace(w, values=s.contiguous(w.values.mT).mT)
     return w if 1 in w.stride()[-2:] else s.contiguous(w)
 
 
@@ -357,13 +367,16 @@ def _values(operand: Operand) -> tuple[Tensor, Given]:
     return (operand.values, operand.scale) if isinstance(operand, Scaled) else (operand, None)
 
 
-def _scaled(w: Tensor, x_scale: Given, w_scale: Given, in_slots: torch.dtype) -> bundles.Scaled | None:
-    """w [num_batches, K, N]; w's scale has 2 dims or more, or one element."""
-    if x_scale is None or w_scale is None:
+def _scaled(w: Tensor, x_scale: Given, w_scale: Given, dtype: torch.dtype) -> bundles.Scaled | None:
+    """w [num_batches, K, N]; w_scale [..., blocks of K, blocks of N], or one element. Without an x_scale it is packed."""
+    if w_scale is None:
         return None
-    num_blocks = w_scale.shape[-2:] if w_scale.numel() > 1 else (1, 1)
+    packed, shared = x_scale is None, w_scale.numel() == 1
+    num_blocks = (1, 1) if shared else w_scale.shape[-2:]
     blocks = (0 if n == 1 else 1 if n == size else BLOCK for n, size in zip(num_blocks, w.shape[1:], strict=True))
-    return bundles.Scaled(x_scale.numel() > 1, *blocks, _IN_TRITON.get(in_slots) or str(in_slots).removeprefix("torch."))
+    by_row = x_scale is None or x_scale.numel() > 1
+    name = _IN_TRITON.get(dtype) or str(dtype).removeprefix("torch.")
+    return bundles.Scaled(by_row, packed, len(w) > 1 and not shared, *blocks, name)
 
 
 def _launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
@@ -375,17 +388,16 @@ def _num_programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int
     return min(s.device.num_programs(kind) * per_sm, num_tiles)
 
 
-def _zeros(s: Builder, x: Tensor, *shape: int) -> Tensor:
-    """The product if K is 0: x has no element here."""
-    made = s.temporary(shape, x.dtype)
-    numel = math.prod(shape)
-    s.multiply(x.as_strided((1, numel, 0), (0, 0, 1)), x.as_strided((1, 0, 1), (0, 1, 1)), None, made.view(1, numel, 1))
+def _zeros(s: Builder, dtype: torch.dtype, *shape: int) -> Tensor:
+    """The product if K is 0."""
+    made, none, numel = s.temporary(shape, dtype), s.temporary((0,), dtype), math.prod(shape)
+    s.multiply(none.as_strided((1, numel, 0), (0, 0, 1)), none.view(1, 0, 1), None, made.view(1, numel, 1))
     return made
 
 
 def _matrices(s: Builder, w: Tensor) -> Tensor:
     """w as the kernels' [num_batches, K, N], K or N contiguous."""
-    w = loadable(s, w)
+    w = w if 1 in w.stride()[-2:] else s.contiguous(w)
     return s.reshape(w, w.shape[:-2].numel(), *w.shape[-2:])
 
 

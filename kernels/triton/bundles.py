@@ -117,6 +117,8 @@ class Scaled(NamedTuple):
     """TRAITS.scaled: which elements of float8 operands share a scale."""
 
     by_row: bool  # each row of x has its own; otherwise all share one
+    packed: bool  # which lie behind the row in a gathered chunk
+    by_batch: bool  # each matrix of w has its own
     block_k: int  # of K; 0: all of it
     block_n: int  # columns of w; 0: all of them
     in_slots: str  # dtype of a slot's elements, by its name in triton.language

@@ -20,26 +20,34 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import fence_generic_writes, named, span_index
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, source_rank, wait_source
-from fusedcomm.kernels.triton.scales import block_of, num_blocks, of_tile, scaled, w_step
+from fusedcomm.kernels.triton.scales import block_of, num_blocks, of_columns, scaled, w_step
 
 
 @triton.jit
 def _row_stride(K, TRAITS: tl.constexpr):
-    """Elements from a row of a chunk to the next. Behind float8 values lie the row's scales, both padded to 16 bytes."""
+    """Elements from a row of a chunk to the next. Packed scales lie behind float8 values, both padded to 16 bytes."""
     stride = K
-    if TRAITS.scaled is not None:
+    if TRAITS.scaled is not None and TRAITS.scaled.packed:
         stride = (tl.cdiv(K, 16) + tl.cdiv(num_blocks(K, TRAITS), 4)) * 16
     return stride
 
 
 @triton.jit
-def _scales(scales, row, tile_n, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
-    """Pointers to the scales of a tile in the first block of K; its rows begin at ``row`` of the slot."""
-    x = scales.x
+def _scales(scales, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
+    """Pointers to the scales of a tile in the first block of K, for `scaled`."""
+    b, tile_m, tile_n = tile
+    x, K = scales.x, spans.columns.size
+    batch = span_index(b, src_rank, spans.batches, TRAITS.one_batch)
+    i, _ = tile_range(tile_m, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     if TRAITS.scaled is not None:
-        rows = (row + tl.arange(0, TILE.block_m)).to(tl.int64)
-        x += rows * (_row_stride(K, TRAITS) // 4) + tl.cdiv(K, 16) * 4
-    return of_tile(x, scales.w, tile_n * TILE.block_n, TRAITS)
+        if TRAITS.scaled.packed:
+            row = (src_rank * spans.batches.size + b) * spans.rows.size + i
+            rows = (row + tl.arange(0, TILE.block_m)).to(tl.int64)
+            x += rows * (_row_stride(K, TRAITS) // 4) + tl.cdiv(K, 16) * 4
+        elif TRAITS.scaled.by_row:
+            rows = batch * sizes.M + tile_indices(i, src_rank, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
+            x += rows * num_blocks(sizes.K, TRAITS)
+    return Scales(x, of_columns(scales.w, batch, tile_n * TILE.block_n, sizes, TRAITS))
 
 
 @triton.jit
@@ -55,9 +63,8 @@ def _store(
     mask = tl.arange(0, TILE.block_m) < i_end - i
     columns = Span(N, 0, N, 0, 0)
     j = tile_n * TILE.block_n
-    row = (src_rank * spans.batches.size + b) * spans.rows.size + i
-    at_row = _scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS)
-    acc = scaled(acc, at_row, mask, 0, 0, True, TRAITS)
+    scales = _scales(scales, tile, src_rank, spans, sizes, TILE, TRAITS)
+    acc = scaled(acc, scales, mask, 0, 0, True, TRAITS)
     w_scales = scales.w if TRAITS.scaled is not None and TRAITS.scaled.block_n == 1 else None
     store_tile(acc, out_ptr, at * N, mask, j, j, N, bias_ptr, w_scales, 0, columns, 2, TILE.halves)
 
@@ -98,10 +105,9 @@ def _operands(
     w_columns = tile_n * TILE.block_n + tl.arange(0, TILE.block_n)
     w_mask = w_columns < sizes.N
     w_row = 0
-    row = (src_rank * spans.batches.size + b) * spans.rows.size + i
-    scales = _scales(scales, row, tile_n, spans.columns.size, TILE, TRAITS)
+    scales = _scales(scales, tile, src_rank, spans, sizes, TILE, TRAITS)
     if TRAITS.by_tma:
-        x_rows = (slot, row)
+        x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)
         w_columns = tile_n * TILE.block_n
         parts: tl.constexpr = LAYOUT.group_size if TRAITS.split_k else 1
         w_row = row_of_batch(w, batch, sizes, TRAITS.w_transposed, parts)
@@ -150,8 +156,10 @@ def _add_sources(
             w_rows = tile_indices(k, src_rank, columns, TILE.block_k, TRAITS.columns_in_runs)
             mask = w_mask[None, :] if TRAITS.even_k else w_mask[None, :] & (offsets < k_end - k)[:, None]
             b = load_block(w, w_rows, sizes.w_stride_k, w_columns, sizes.w_stride_n, mask)
-        x_step = block_of(k, TRAITS) + tl.cast(src_rank, tl.int64) * (sizes.chunk_numel // 4)
         w_k = span_index(k, src_rank, columns, TRAITS.columns_in_runs == 2)
+        x_step = block_of(w_k, TRAITS)
+        if TRAITS.scaled is not None and TRAITS.scaled.packed:
+            x_step = block_of(k, TRAITS) + tl.cast(src_rank, tl.int64) * (sizes.chunk_numel // 4)
         acc = multiply(a, b, acc, scales, x_mask, x_step, w_step(w_k, sizes.N, TRAITS), TRAITS)
     return acc
 
@@ -162,7 +170,8 @@ def gather_matmul_kernel(
     slots,  # descriptor of this rank's slots [num_slots, rows of all chunks, K of one], or None: loads by pointer
     w,  # descriptor or pointer, as in Operands
     bias_ptr,  # [N], or None
-    w_scales,  # [blocks of K, blocks of N], or None; those of x come with its rows
+    x_scales,  # [rows of out or 1, blocks of K], or None: there are none, or they come with the rows
+    w_scales,  # [batches or 1, blocks of K, blocks of N], or None
     segments_ptr,  # [R] addresses of the ranks' segments
     spans,  # Spans over src_rank
     sizes,
@@ -197,7 +206,9 @@ def gather_matmul_kernel(
         x, slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, DTYPE), 0
     scales = Scales(0, 0)
     if TRAITS.scaled is not None:
-        scales = Scales(slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, tl.float32), w_scales)
+        scales = Scales(x_scales, w_scales)
+        if TRAITS.scaled.packed:
+            scales = Scales(slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, tl.float32), w_scales)
     num_m = num_tiles(spans.rows, TILE.block_m, TRAITS.rows_in_runs)
     num_n = tl.cdiv(sizes.N, TILE.block_n)
     tiles_in_chunk = spans.batches.size * num_m * num_n

@@ -18,7 +18,7 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import named, span_index
 from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
-from fusedcomm.kernels.triton.scales import num_blocks, of_tile, scaled
+from fusedcomm.kernels.triton.scales import num_blocks, of_columns, scaled
 
 
 @triton.jit
@@ -30,13 +30,14 @@ def _find(tile, rank, num_m, num_n, tiles_in_chunk, LAYOUT: tl.constexpr, TILE: 
 
 
 @triton.jit
-def _scales(scales, i, j, dst_rank, spans, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
+def _scales(scales, batch, i, j, dst_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """Pointers to the scales of the tile from i and j on in the first block of K."""
-    _, rows, columns = spans
     x = scales.x
     if TRAITS.scaled is not None and TRAITS.scaled.by_row:
-        x += tile_indices(i, dst_rank, rows, TILE.block_m, TRAITS.rows_in_runs) * num_blocks(K, TRAITS)
-    return of_tile(x, scales.w, span_index(j, dst_rank, columns, TRAITS.columns_in_runs == 2), TRAITS)
+        rows = batch * sizes.M + tile_indices(i, dst_rank, spans.rows, TILE.block_m, TRAITS.rows_in_runs)
+        x += rows * num_blocks(sizes.K, TRAITS)
+    column = span_index(j, dst_rank, spans.columns, TRAITS.columns_in_runs == 2)
+    return Scales(x, of_columns(scales.w, batch, column, sizes, TRAITS))
 
 
 @triton.jit
@@ -59,13 +60,13 @@ def _multiply(x, w, scales, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.c
         w_columns = tile_indices(j, dst_rank, columns, TILE.block_n, TRAITS.columns_in_runs)
         w_row = 0
         w += batch * sizes.w_stride_batch
-    scales = _scales(scales, i, j, dst_rank, spans, sizes.K, TILE, TRAITS)
+    scales = _scales(scales, batch, i, j, dst_rank, spans, sizes, TILE, TRAITS)
     operands = Operands(x, x_rows, x_mask, w, w_row, w_columns, w_mask, scales)
     return matmul_tile(operands, sizes.K, sizes.K, sizes, TILE, TRAITS)
 
 
 @triton.jit
-def _epilogue(acc, chunk, bias_ptr, scales, tile, spans, K, TILE: tl.constexpr, TRAITS: tl.constexpr):
+def _epilogue(acc, chunk, bias_ptr, scales, tile, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """Store a tile, scaled, with the bias, to its place in the contiguous chunk; ``tile`` is from _find."""
     _, rows, columns = spans
     dst_rank, b, tile_m, tile_n = tile
@@ -75,7 +76,9 @@ def _epilogue(acc, chunk, bias_ptr, scales, tile, spans, K, TILE: tl.constexpr, 
     offsets = tl.arange(0, TILE.block_m)
     mask = offsets < i_end - i
     at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap
-    acc = scaled(acc, _scales(scales, i, j, dst_rank, spans, K, TILE, TRAITS), mask, 0, 0, True, TRAITS)
+    batch = span_index(b, dst_rank, spans.batches, TRAITS.one_batch)
+    scales = _scales(scales, batch, i, j, dst_rank, spans, sizes, TILE, TRAITS)
+    acc = scaled(acc, scales, mask, 0, 0, True, TRAITS)
     in_runs: tl.constexpr = TRAITS.columns_in_runs
     shift: tl.constexpr = TRAITS.shift
     w_scales = scales.w if TRAITS.scaled is not None and TRAITS.scaled.block_n == 1 else None
@@ -89,7 +92,7 @@ def push_matmul_kernel(
     w,
     bias_ptr,  # [N], or None
     x_scales,  # [rows or 1, blocks of K], or None
-    w_scales,  # [blocks of K, blocks of N], or None
+    w_scales,  # [batches or 1, blocks of K, blocks of N], or None
     segments_ptr,  # [R] addresses of the ranks' segments
     spans,  # Spans over dst_rank
     sizes,
@@ -138,7 +141,7 @@ def push_matmul_kernel(
             num_stored = 0
         slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
         chunk = slot + tl.cast(rank, tl.int64) * sizes.chunk_numel
-        _epilogue(acc, chunk, bias_ptr, scales, stored, spans, sizes.K, TILE, TRAITS)
+        _epilogue(acc, chunk, bias_ptr, scales, stored, spans, sizes, TILE, TRAITS)
         num_stored += 1
         stored_rank = dst_rank
     if num_stored > 0:

@@ -18,7 +18,7 @@ def scaled(acc, scales, mask, x_step, w_step, AT_END: tl.constexpr, TRAITS: tl.c
     """
     if TRAITS.scaled is not None:
         BY_BLOCK: tl.constexpr = TRAITS.scaled.block_k > 0
-        if AT_END != (BY_BLOCK or TRAITS.split_k):
+        if AT_END != (BY_BLOCK or (TRAITS.split_k and TRAITS.scaled.packed)):
             at = scales.x + x_step
             acc *= tl.load(at, mask, other=0.0)[:, None] if len(at.shape) > 0 else tl.load(at)
         if AT_END != BY_BLOCK and TRAITS.scaled.block_n != 1:
@@ -27,17 +27,28 @@ def scaled(acc, scales, mask, x_step, w_step, AT_END: tl.constexpr, TRAITS: tl.c
 
 
 @triton.jit
-def of_tile(x_scales, w_scales, column, TRAITS: tl.constexpr):
-    """Pointers to the scales of a tile in the first block of K; ``column``: its first one, which tells for all."""
-    if TRAITS.scaled is not None and TRAITS.scaled.block_n > 1:
-        w_scales += column // TRAITS.scaled.block_n
-    return Scales(x_scales, w_scales)
+def of_columns(w_scales, batch, column, sizes, TRAITS: tl.constexpr):
+    """Pointer to the scale of a tile's columns in the first block of K. ``column``: the first one, which tells for all;
+    where each has its own, the pointer is to column 0's.
+    """
+    if TRAITS.scaled is not None:
+        if TRAITS.scaled.by_batch:
+            w_scales += batch * num_blocks(sizes.K, TRAITS) * num_columns(sizes.N, TRAITS)
+        if TRAITS.scaled.block_n > 1:
+            w_scales += column // TRAITS.scaled.block_n
+    return w_scales
 
 
 @triton.jit
 def num_blocks(K, TRAITS: tl.constexpr):
     """The number of scales along K."""
     return tl.cdiv(K, TRAITS.scaled.block_k) if TRAITS.scaled.block_k > 0 else 1
+
+
+@triton.jit
+def num_columns(N, TRAITS: tl.constexpr):
+    """The number of scales along N."""
+    return tl.cdiv(N, TRAITS.scaled.block_n) if TRAITS.scaled.block_n > 0 else 1
 
 
 @triton.jit
@@ -52,7 +63,7 @@ def block_of(k, TRAITS: tl.constexpr):
 @triton.jit
 def w_step(k, N, TRAITS: tl.constexpr):
     """From w's scale of the first block of K to that of index k."""
-    step = block_of(k, TRAITS)
-    if TRAITS.scaled is not None and TRAITS.scaled.block_n > 0:
-        step *= tl.cdiv(N, TRAITS.scaled.block_n)
+    step = 0
+    if TRAITS.scaled is not None:
+        step = block_of(k, TRAITS) * num_columns(N, TRAITS)
     return step

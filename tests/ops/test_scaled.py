@@ -104,7 +104,7 @@ class Case:
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined", "fused"])
 @pytest.mark.parametrize("op", OPS)
 def test_values(rank: int, world_size: int, algorithm: str, op: str) -> None:
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
@@ -119,7 +119,7 @@ def test_values(rank: int, world_size: int, algorithm: str, op: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined", "fused"])
 @pytest.mark.parametrize("op", GATHERS)
 def test_x_alone(rank: int, algorithm: str, op: str) -> None:
     """Scales of the gathered x, which the caller has, are not sent; float8 travels as in the plain ops."""
