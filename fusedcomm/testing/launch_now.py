@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,18 @@ from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
 
 _schedules: WeakKeyDictionary[Any, dict[Any, Schedule]] = WeakKeyDictionary()  # by workspace
+
+
+def prepared(
+    program: Callable[..., None], workspace: Any, fingerprint: int, *tensors: Tensor | None
+) -> Callable[[], None]:
+    """A call of ``program(builder, *tensors)``, of launches of its own, planned once."""
+    with outside_modes():
+        layouts = [None if t is None else layout_of(t) for t in tensors]
+        s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
+        program(s, *s.inputs)
+        schedule = s.finish()
+    return lambda: python_executor.run(schedule, workspace, "", fingerprint, tensors)
 
 
 def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Any, fingerprint: int) -> None:

@@ -1,0 +1,124 @@
+"""Float8 operands with scales in the push and gather kernels, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.geometry import scaled, shapes
+from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaling import Payload, Scaled
+from fusedcomm.plan.tiles import TileConfig
+from fusedcomm.testing import launch_now
+from tests.helpers.kernel_calls import by_tma
+from tests.helpers.tiers import nightly_but
+from tests.helpers.virtual_ranks import FINGERPRINT, assert_results, guarded, virtual_ranks
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
+RECIPES = ["tensor", "rows", "blocks"]
+
+
+class Operands(NamedTuple):
+    """x [M, K] and w [K, N] of one rank, K contiguous, and their products with their scales."""
+
+    x: Tensor
+    w: Tensor
+    scale_x: Tensor
+    scale_w: Tensor
+    exact_x: Tensor
+    exact_w: Tensor
+
+
+def integers(seed: int, *shape: int) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def operands(seed: int, recipe: str, m: int, k: int, n: int, pair: tuple[torch.dtype, torch.dtype]) -> Operands:
+    """Small integers, and scales that are powers of two: every sum is exact."""
+    blocks = -(-k // 128), -(-n // 128)
+    of_x, of_w = {"tensor": ((1, 1), (1, 1)), "rows": ((m, 1), (1, n)), "blocks": ((m, blocks[0]), blocks)}[recipe]
+    x, w = integers(seed, m, k), integers(seed + 1, n, k).mT
+    scale_x, scale_w = 2 ** integers(seed + 2, *of_x), 2 ** integers(seed + 3, *of_w)
+    each_x, each_w = scale_x, scale_w
+    if recipe == "blocks":
+        each_x = scale_x.repeat_interleave(128, 1)[:, :k]
+        each_w = scale_w.repeat_interleave(128, 0)[:k].repeat_interleave(128, 1)[:, :n]
+    return Operands(x.to(pair[0]), w.to(pair[1]), scale_x.float(), scale_w.float(), x * each_x, w * each_w)
+
+
+def push(recipe: str, size: int, m: int, k: int, n: int, out: torch.dtype, pair: tuple[torch.dtype, ...]) -> None:
+    exchange = shapes.matmul_all_to_all((m, k), (k, n), None, 0, 1, size)
+    (spans,) = exchange.rounds(1 << 40)
+    ranks = virtual_ranks(size, size * exchange.chunk_numel * out.itemsize)
+    inputs = [operands(10 * r, recipe, m, k, n, pair) for r in range(size)]
+    bias = integers(99, n)
+
+    def program(s: Builder, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor) -> None:
+        launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out), bias, spans)
+
+    for rank, each in zip(ranks, inputs, strict=True):
+        launch_now.prepared(program, rank, FINGERPRINT, *each[:4], bias.to(out))()
+    wanted = [each.exact_x @ each.exact_w + bias for each in inputs]
+    for rank in ranks:
+        got = guarded(exchange.out_shape, out)
+        launch_now.unpack(got[0], spans, rank, FINGERPRINT)
+        assert_results([got], [torch.cat([y.chunk(size, 1)[rank.rank] for y in wanted]).to(out)])
+        rank.assert_idle(1)
+
+
+def gather(
+    recipe: str, size: int, m: int, k: int, n: int, out: torch.dtype, pair: tuple[torch.dtype, ...], dim: int = 0
+) -> None:
+    """``k``: of one rank's x, which is packed with its scales; each rank's w is another."""
+    whole_k, block = k * (size if dim else 1), 128 if recipe == "blocks" else 0
+    exchange = scaled.all_gather_matmul((m, k), [(whole_k, n)], dim, size, block=block)
+    (spans,) = exchange.rounds(1 << 40)
+    ranks = virtual_ranks(size, size * exchange.chunk_numel)
+    payload = Payload(pair[0], (k,) * (size if dim else 1), block)
+    inputs = [operands(10 * r, recipe, m, k, n, pair) for r in range(size)]
+    weights = [operands(10 * r + 5, recipe, m, whole_k, n, pair) for r in range(size)]
+    bias = integers(99, n)
+
+    def program(s: Builder, got: Tensor, w: Tensor, scale_w: Tensor, bias: Tensor) -> None:
+        launches.gather_matmul(s, got, OfPayload(w, scale_w, out, payload), bias, spans, end_round=True)
+
+    for rank, each in zip(ranks, inputs, strict=True):
+        rows = torch.full(exchange.packed[0], 0xFF, dtype=torch.uint8)
+        for to, source in payload.packed(rows, each.x, each.scale_x, (k,)):
+            to.copy_(source)
+        launch_now.pack(rows, spans, rank, FINGERPRINT)
+    gathered = torch.cat([each.exact_x for each in inputs], dim)
+    for rank, each in zip(ranks, weights, strict=True):
+        got = guarded(exchange.out_shape, out)
+        launch_now.prepared(program, rank, FINGERPRINT, got[0], each.w, each.scale_w, bias.to(out))()
+        assert_results([got], [(gathered @ each.exact_w + bias).to(out)])
+        rank.assert_idle(1)
+
+
+SIZES = {"push": (37, 272, 768), "gather": (21, 272, 160), "gather K": (21, 128, 160)}
+CALLS = {"push": push, "gather": gather, "gather K": lambda *args: gather(*args, dim=1)}
+ALL = [(kind, recipe) for kind in CALLS for recipe in RECIPES]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), ALL)
+def test_by_tensor_descriptor(kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    described = by_tma(monkeypatch, "describe_w", TileConfig(32, 64, 32, 2, 4, 1, True))
+    i = ALL.index((kind, recipe))
+    CALLS[kind](recipe, 2, *SIZES[kind], (torch.bfloat16, torch.float32)[i % 2], PAIRS[i % 3])
+    assert len(described) == 2
+
+
+@pytest.mark.parametrize(("kind", "recipe"), nightly_but([("push", "rows"), ("gather K", "rows")], ALL))
+def test_by_pointer(kind: str, recipe: str) -> None:
+    """K and N of odd sizes, 3 ranks."""
+    m, k, n = SIZES[kind]
+    k = k if recipe == "blocks" and kind == "gather K" else k - 101
+    n = n if recipe == "blocks" or kind != "push" else n - 129
+    CALLS[kind](recipe, 3, m, k, n, torch.float16, PAIRS[RECIPES.index(recipe)])
