@@ -77,7 +77,7 @@ _FLOAT8: dict[int, tuple[Rated, ...]] = {  # never run; sm_90 adds up twice, in 
         Rated(TileConfig(64, 64, 128, 8, 4, 4), 255, 300),
     ),
     100: (
-        Rated(TileConfig(128, 128, 128, 8, 8, 4, halves=True), 364, 1450),
+        Rated(TileConfig(128, 128, 128, 8, 8, 3, halves=True), 364, 1450),
         Rated(TileConfig(64, 128, 128, 8, 4, 4), 272, 570),
         Rated(TileConfig(64, 64, 128, 8, 4, 4), 255, 300),
     ),

@@ -32,7 +32,7 @@ from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
-from tests.helpers import ptx_order
+from tests.helpers import ptx_order, scaled_rounds
 from tests.helpers.narrow_products import narrow_products
 from tests.helpers.ptx_loops import main_loops
 
@@ -253,6 +253,8 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "unpack", START.unpack
     yield "unpack fp32", dataclasses.replace(LINEAR, dtype=torch.float32).unpack
     yield from gathers()
+    if arch >= 90:
+        yield from scaled_rounds.rounds(MetaWorkspace)
     yield "pack", ULYSSES.pack
     yield "pack fp32", dataclasses.replace(TOKENS, dtype=torch.float32).pack
     yield "reduce", lambda: reduce(torch.bfloat16)

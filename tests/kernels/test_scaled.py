@@ -11,7 +11,6 @@ from torch import Tensor
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry import scaled, shapes
-from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.scaled import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
 from fusedcomm.plan.tiles import TileConfig
@@ -102,7 +101,7 @@ def gather(
         rank.assert_idle(1)
 
 
-SIZES = {"push": (37, 272, 768), "gather": (21, 272, 160), "gather K": (21, 128, 160)}
+SIZES = {"push": (19, 144, 256), "gather": (19, 144, 150), "gather K": (19, 128, 150)}
 CALLS = {"push": push, "gather": gather, "gather K": lambda *args: gather(*args, dim=1)}
 ALL = [(kind, recipe) for kind in CALLS for recipe in RECIPES]
 
@@ -115,10 +114,12 @@ def test_by_tensor_descriptor(kind: str, recipe: str, monkeypatch: pytest.Monkey
     assert len(described) == 2
 
 
-@pytest.mark.parametrize(("kind", "recipe"), nightly_but([("push", "rows"), ("gather K", "rows")], ALL))
+@pytest.mark.parametrize(("kind", "recipe"), nightly_but([("gather K", "rows")], ALL))
 def test_by_pointer(kind: str, recipe: str) -> None:
     """K and N of odd sizes, 3 ranks."""
     m, k, n = SIZES[kind]
-    k = k if recipe == "blocks" and kind == "gather K" else k - 101
-    n = n if recipe == "blocks" or kind != "push" else n - 129
-    CALLS[kind](recipe, 3, m, k, n, torch.float16, PAIRS[RECIPES.index(recipe)])
+    if recipe == "blocks":  # which no rank's part cuts
+        sizes = m, k - (5 if kind == "gather" else 0), 384 if kind == "push" else n - 1
+    else:
+        sizes = m, k - 77, 123
+    CALLS[kind](recipe, 3, *sizes, torch.float16, PAIRS[RECIPES.index(recipe)])
