@@ -33,6 +33,7 @@ HALVES = {
         _MACHINE,
         _part("compile fast", "compile_kernels", 90, 80, "fast"),
         _part("kernel speed", "kernel_speed", 90, 30),
+        _part("scaled", "scaled", 60, 30),
         _part("op speed", "op_speed", 60, 30, "ops"),
         _part("host time", "host_time", 100, 60),
         _part("start program", "op_speed", 60, 40, "start program"),

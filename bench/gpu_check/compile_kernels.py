@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, processes, virtual_ranks
+from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, processes, scaled, virtual_ranks
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus
@@ -105,6 +105,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
     for shape in kernel_speed.SHAPES:
         for name, kernel in kernel_speed.MATMULS.items():
             yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
+    yield from scaled.jobs()
     yield "pack", _pack
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:

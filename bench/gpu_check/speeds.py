@@ -29,6 +29,8 @@ _HOST = "torch.mm", "", False, 0.25
 TABLE = [
     Row("push over cuBLAS", "kernel speed/push *", "ratio", "0.97; 0.95 at K 1024; 0.8 small", more_is_better=True),
     Row("gather over cuBLAS", "kernel speed/gather [!o]*", "ratio", "0.97; 0.93 at K 1024", more_is_better=True),
+    Row("scaled push over cuBLAS", "scaled/push *", "ratio", "0.9", more_is_better=True),
+    Row("scaled gather over cuBLAS", "scaled/gather *", "ratio", "0.9", more_is_better=True),
     Row("pack", "kernel speed/pack", "[!rgm]*", "0.95 of a copy", unit="TB/s", more_is_better=True),
     Row("unpack", "kernel speed/unpack", "[!rgm]*", "0.95 of a copy", unit="TB/s", more_is_better=True),
     Row("reduce", "kernel speed/reduce *", "[!rgm]*", "0.9 of a copy", unit="TB/s", more_is_better=True),

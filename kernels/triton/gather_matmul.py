@@ -51,9 +51,7 @@ def _scales(scales, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl
 
 
 @triton.jit
-def _store(
-    acc, out_ptr, bias_ptr, scales, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr
-):
+def _store(acc, out_ptr, bias_ptr, scales, tile, src_rank, spans, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     """Store a tile of src_rank's chunk, scaled, with the bias, to its rows of out."""
     b, tile_m, tile_n = tile
     N = sizes.N

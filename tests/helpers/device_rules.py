@@ -17,7 +17,7 @@ REGISTERS = 64 << 10  # per multiprocessor
 DEFAULT_SHARED = 48 << 10  # what a block may have without asking
 _SWIZZLED = (None, 32, 64, 128)  # by CUtensorMapSwizzle: bytes that a row of a box may have
 _GRID = (2**31 - 1, 65535, 65535)
-_ITEMSIZES = {6: 2, 7: 4, 9: 2, 11: 4}  # by CUtensorMapDataType: float16, float32, bfloat16, TF32
+_ITEMSIZES = {0: 1, 6: 2, 7: 4, 9: 2, 11: 4}  # by CUtensorMapDataType: uint8, float16, float32, bfloat16, TF32
 
 Range = tuple[int, int]  # addresses: the first, and the one behind the last
 

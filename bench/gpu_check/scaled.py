@@ -1,0 +1,224 @@
+"""Scaled matmuls of float8: the kernels by themselves against torch._scaled_mm, and all ops on virtual ranks.
+
+Values are small positive integers, and scales powers of two: a float32 result is exact, and only if no more than a block
+of K is added up in the fewer bits of Hopper's float8 tensor cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedcomm.bench.gpu_check import child
+from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
+from fusedcomm.bench.gpu_check.kernel_speed import REPEATS, SHAPES, TINY, KernelProblem, MatmulShape
+from fusedcomm.bench.timing import repeated
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops import table
+from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.plan import launches
+from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.geometry import scaled, shapes
+from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaling import RECIPES, Payload, Recipe, Scaled, Scaling, num_blocks
+from fusedcomm.testing import launch_now
+from fusedcomm.testing.virtual import VirtualGroup, run_op
+
+DTYPE = torch.bfloat16
+GROUP_SIZE = 2
+VALUES = torch.float8_e4m3fn
+DIMS = {  # of ops on x [rows, K] or the product [rows, N]
+    "scaled_matmul_all_to_all": [(0, 1)],
+    "scaled_all_to_all_matmul": [(1, 0)],
+    "scaled_all_gather_matmul": [(0,), (1,)],
+    "scaled_matmul_reduce_scatter": [(0,)],
+    "scaled_matmul_all_reduce": [()],
+}
+
+
+class Operand(NamedTuple):
+    """[rows, K], with scales, and the product of both."""
+
+    values: Tensor
+    scale: Tensor
+    exact: Tensor
+
+
+def operand(rows: int, k: int, scaling: Scaling, device: torch.device, seed: int = 0) -> Operand:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    of_each = scaling.rows or rows, scaling.k or k
+    shape = [num_blocks(rows, scaling.rows), num_blocks(k, scaling.k)] if scaling.rows else [1]
+    if device.type == "meta":
+        values = torch.empty(rows, k, device=device)
+        return Operand(values.to(VALUES), torch.empty(shape, device=device), values)
+    values = torch.randint(0, 4, (rows, k), generator=generator).to(device)
+    scale = (2.0 ** torch.randint(-1, 2, shape, generator=generator)).to(device)
+    each = scale.view(num_blocks(rows, scaling.rows), -1)
+    each = each.repeat_interleave(of_each[0], 0)[:rows].repeat_interleave(of_each[1], 1)[:, :k]
+    return Operand(values.to(VALUES), scale, values.double() * each)
+
+
+class Pair(NamedTuple):
+    """The operands of a matmul, w.mT [N, K], and their recipe."""
+
+    x: Operand
+    w: Operand
+    recipe: Recipe
+
+    @property
+    def scale_w(self) -> Tensor:
+        return self.w.scale.mT if self.w.scale.ndim > 1 else self.w.scale
+
+
+def pair(m: int, k: int, n: int, recipe: Recipe, device: torch.device, seed: int = 0) -> Pair:
+    return Pair(operand(m, k, recipe.x, device, 2 * seed), operand(n, k, recipe.w, device, 2 * seed + 1), recipe)
+
+
+def push(of: Pair, dtype: torch.dtype) -> KernelProblem:
+    """The push kernel in a group of one rank."""
+    x, w = of.x.values, of.w.values.mT
+    exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 1)
+    (spans,) = exchange.rounds(exchange.chunk_numel)
+    num_bytes = exchange.chunk_numel * dtype.itemsize
+    workspace = VirtualGroup(1, num_bytes, x.device).workspaces[0]
+    start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
+    out = workspace.buffers[0][start : start + num_bytes].view(dtype).view(len(x), -1)
+
+    def program(s: Builder, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> None:
+        launches.push(s, Scaled(x, scale_x, dtype), Scaled(w, scale_w, dtype), None, spans)
+
+    run = launch_now.prepared(program, workspace, FINGERPRINT, x, w, of.x.scale, of.scale_w)
+    return KernelProblem(workspace, out, run)
+
+
+def gather(of: Pair, dtype: torch.dtype) -> KernelProblem:
+    """The gather kernel in a group of one rank, which has sent already."""
+    x, w, block = of.x.values, of.w.values.mT, of.recipe.x.k
+    exchange = scaled.all_gather_matmul(x.shape, [w.shape], 0, 1, block=block)
+    (spans,) = exchange.rounds(exchange.chunk_numel)
+    workspace = VirtualGroup(1, exchange.chunk_numel, x.device).workspaces[0]
+    payload, out = Payload(VALUES, (x.shape[1],), block), x.new_empty(exchange.out_shape, dtype=dtype)
+    rows = x.new_zeros(exchange.packed[0], dtype=torch.uint8)
+    for to, source in payload.packed(rows, x, of.x.scale, payload.ks):
+        to.copy_(source)
+    launch_now.pack(rows, spans, workspace, FINGERPRINT)
+
+    def program(s: Builder, out: Tensor, w: Tensor, scale_w: Tensor) -> None:
+        launches.gather_matmul(s, out, OfPayload(w, scale_w, dtype, payload), None, spans, end_round=False)
+
+    return KernelProblem(workspace, out, launch_now.prepared(program, workspace, FINGERPRINT, out, w, of.scale_w))
+
+
+KERNELS: dict[str, Callable[[Pair, torch.dtype], KernelProblem]] = {"push": push, "gather": gather}
+
+
+def jobs() -> list[tuple[str, Callable[[], None]]]:
+    """Every launch of a kernel by itself, on tensors without memory."""
+    meta = torch.device("meta")
+    return [
+        (f"{name} {shape.name}, {recipe.x.name}, {dtype}", partial(_launch, kernel, shape, recipe, dtype, meta))
+        for shape, recipe, (name, kernel) in itertools.product(_shapes(True), RECIPES, KERNELS.items())
+        for dtype in (torch.float32, DTYPE)
+    ]
+
+
+def _launch(
+    kernel: Callable[..., KernelProblem], shape: MatmulShape, recipe: Recipe, dtype: torch.dtype, device: torch.device
+) -> None:
+    kernel(pair(shape.m, shape.k, shape.n, recipe, device), dtype).run()
+
+
+def _shapes(cuda: bool) -> list[MatmulShape]:
+    return [SHAPES[0], SHAPES[2]] if cuda else [TINY]
+
+
+def cases(device: torch.device) -> child.Cases:
+    cuda = device.type == "cuda"
+    values: child.Cases = {
+        f"values of {op}, {recipe.x.name}, dims {dims}": partial(check, op, dims, recipe, device)
+        for op, of_op in DIMS.items()
+        for dims, recipe in itertools.product(of_op, RECIPES)
+    }
+    return values | {
+        f"{name} {shape.name}, {recipe.x.name}": partial(_compare, kernel, shape, recipe, device)
+        for shape, recipe, (name, kernel) in itertools.product(_shapes(cuda), RECIPES, KERNELS.items())
+    }
+
+
+def _compare(
+    kernel: Callable[..., KernelProblem], shape: MatmulShape, recipe: Recipe, device: torch.device
+) -> dict[str, Any]:
+    """Values in float32; times of a bfloat16 result, and torch's, for block-wise scales with one scale in all."""
+    of = pair(shape.m, shape.k, shape.n, recipe, device)
+    problem = kernel(of, torch.float32)
+    problem.run()
+    problem.workspace.check("scaled matmul")
+    assert_equal([problem.out], [(of.x.exact @ of.w.exact.mT).float()], f"{shape.name} {recipe.x.name}")
+    problem = kernel(of, DTYPE)
+    scales = of.x.scale, of.scale_w
+    if recipe.x.k:
+        scales = (torch.ones(1, device=device),) * 2
+    scaled_mm = partial(torch._scaled_mm, of.x.values, of.w.values.mT, *scales, out_dtype=DTYPE, use_fast_accum=False)
+    variants: Variants = {"torch": scaled_mm, "kernel": problem.run}
+    often = {f"{name} repeated": partial(repeated, variant, 1 + REPEATS) for name, variant in variants.items()}
+    times = interleaved({**variants, **often}, device)
+    problem.workspace.check("scaled matmul")
+    net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
+    found = {f"{name}_ms": times[name] for name in variants} | {
+        f"{name}_launch_free_ms": net[name] for name in variants
+    }
+    return {**found, "kernel_tflops": shape.flops / times["kernel"] / 1e9, "ratio": net["torch"] / net["kernel"]}
+
+
+def check(op: str, dims: tuple[int, ...], recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """One call of every virtual rank by `fused`."""
+    cuda = device.type == "cuda"
+    size, (m, k, n) = (GROUP_SIZE, (512, 1024, 1024)) if cuda else (1, (16, 144, 128))
+    spec, gathers_k = table.OPS[op], op in ("scaled_all_to_all_matmul", "scaled_all_gather_matmul") and dims[0] == 1
+    local = [pair(m, k // size if gathers_k else k, n, recipe, device, rank) for rank in range(size)]
+    whole = [pair(m, k, n, recipe, device, 10 + rank) for rank in range(size)] if spec.gathers else local
+    group_name = ""
+
+    def arguments(rank: int) -> Arguments:
+        x, w = local[rank].x, whole[rank].w.values.mT
+        gather, scatter = (dims[0], dims[-1]) if spec.gathers or len(dims) > 1 else (0, dims[0] if dims else 0)
+        scale_w = whole[rank].scale_w
+        made = Arguments(x.values, [w], [None], size, group_name, gather_dim=gather, scatter_dim=scatter)
+        return made._replace(scale_x=x.scale, scale_w=[scale_w] if spec.takes_lists else scale_w, out_dtype=DTYPE)
+
+    exchange = spec.exchange_of(arguments(0))
+    sent = spec.sent_dtype(arguments(0)).itemsize
+    group = VirtualGroup(size, max(128, exchange.chunk_numel * sent * size), device)
+
+    def run(workspace: Workspace, args: Arguments) -> list[Tensor]:
+        return run_op(op, "fused", exchange, workspace, args._replace(group_name=workspace.group_name), FINGERPRINT)
+
+    group.load(lambda workspace: run(workspace, arguments(0)), FINGERPRINT)
+    results = group.run(run, [arguments(rank) for rank in range(size)])
+    group.check(op)
+    for rank, result in enumerate(results):
+        assert_equal(result[:1], [_expected(op, dims, local, whole, rank)], f"{op} rank {rank}")
+    return {"calls": size}
+
+
+def _expected(op: str, dims: tuple[int, ...], local: list[Pair], whole: list[Pair], rank: int) -> Tensor:
+    size = len(local)
+    if op in ("scaled_all_gather_matmul", "scaled_all_to_all_matmul"):
+        xs = [each.x.exact for each in local]
+        xs = [x.chunk(size, dims[1])[rank] for x in xs] if len(dims) > 1 else xs
+        return (torch.cat(xs, dims[0]) @ whole[rank].w.exact.mT).to(DTYPE)
+    ys = [each.x.exact @ each.w.exact.mT for each in local]
+    if op == "scaled_matmul_all_to_all":
+        return torch.cat([y.chunk(size, dims[1])[rank] for y in ys], dims[0]).to(DTYPE)
+    total = torch.stack([y.to(DTYPE).double() for y in ys]).sum(0)
+    return (total.chunk(size, dims[0])[rank] if dims else total).to(DTYPE)
+
+
+if __name__ == "__main__":
+    child.main(cases)
