@@ -1,13 +1,13 @@
 """Scaled matmuls of float8: the kernels by themselves against torch._scaled_mm, and all ops on virtual ranks.
 
-Values are small positive integers, and scales powers of two: a float32 result is exact, and only if no more than a block
-of K is added up in the fewer bits of Hopper's float8 tensor cores.
+Values are small positive integers, and scales powers of two: a float32 result is exact, but only if no more than a
+block of K is added up in the fewer bits of Hopper's float8 tensor cores.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,14 +118,12 @@ def gather(of: Pair, dtype: torch.dtype) -> KernelProblem:
 KERNELS: dict[str, Callable[[Pair, torch.dtype], KernelProblem]] = {"push": push, "gather": gather}
 
 
-def jobs() -> list[tuple[str, Callable[[], None]]]:
+def jobs() -> Iterator[tuple[str, Callable[[], None]]]:
     """Every launch of a kernel by itself, on tensors without memory."""
-    meta = torch.device("meta")
-    return [
-        (f"{name} {shape.name}, {recipe.x.name}, {dtype}", partial(_launch, kernel, shape, recipe, dtype, meta))
-        for shape, recipe, (name, kernel) in itertools.product(_shapes(True), RECIPES, KERNELS.items())
-        for dtype in (torch.float32, DTYPE)
-    ]
+    for name, kernel in KERNELS.items():
+        for shape, recipe, dtype in itertools.product(_shapes(True), RECIPES, (torch.float32, DTYPE)):
+            launch = partial(_launch, kernel, shape, recipe, dtype, torch.device("meta"))
+            yield f"{name} {shape.name}, {recipe.x.name}, {dtype}", launch
 
 
 def _launch(

@@ -368,7 +368,7 @@ def _values(operand: Operand) -> tuple[Tensor, Given]:
 
 
 def _scaled(w: Tensor, x_scale: Given, w_scale: Given, dtype: torch.dtype) -> bundles.Scaled | None:
-    """w [num_batches, K, N]; w_scale [..., blocks of K, blocks of N], or one element. Without an x_scale it is packed."""
+    """w [num_batches, K, N]; w_scale [..., blocks of K, blocks of N], or one element. No x_scale: it is packed."""
     if w_scale is None:
         return None
     packed, shared = x_scale is None, w_scale.numel() == 1

@@ -30,7 +30,11 @@ def prepared(
         s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
         program(s, *s.inputs)
         schedule = s.finish()
-    return lambda: python_executor.run(schedule, workspace, "", fingerprint, tensors)
+
+    def run() -> None:
+        python_executor.run(schedule, workspace, "", fingerprint, tensors)
+
+    return run
 
 
 def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Any, fingerprint: int) -> None:

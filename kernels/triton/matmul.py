@@ -213,7 +213,7 @@ def store_tile(
     HALVES: tl.constexpr,
     SHIFT: tl.constexpr = 0,
 ):
-    """Scale, add the bias, round, store. The stores are ordinary ones: no async proxy stands between the data and a flag."""
+    """Scale columns, add the bias, round, store. Stores are ordinary: no async proxy is between data and a flag."""
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if HALVES:  # fewer registers and half the shared memory at a time

@@ -7,8 +7,6 @@ otherwise their sum is, once. Triton 3.6 cannot return a tuple that has None in 
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import Scales
-
 
 @triton.jit
 def scaled(acc, scales, mask, x_step, w_step, AT_END: tl.constexpr, TRAITS: tl.constexpr):
@@ -17,11 +15,12 @@ def scaled(acc, scales, mask, x_step, w_step, AT_END: tl.constexpr, TRAITS: tl.c
     They are so far behind the pointers. Columns with scales of their own get them when they are stored.
     """
     if TRAITS.scaled is not None:
-        BY_BLOCK: tl.constexpr = TRAITS.scaled.block_k > 0
-        if AT_END != (BY_BLOCK or (TRAITS.split_k and TRAITS.scaled.packed)):
+        by_block: tl.constexpr = TRAITS.scaled.block_k > 0
+        x_by_block: tl.constexpr = by_block or (TRAITS.split_k and TRAITS.scaled.packed)
+        if x_by_block != AT_END:
             at = scales.x + x_step
             acc *= tl.load(at, mask, other=0.0)[:, None] if len(at.shape) > 0 else tl.load(at)
-        if AT_END != BY_BLOCK and TRAITS.scaled.block_n != 1:
+        if by_block != AT_END and TRAITS.scaled.block_n != 1:
             acc *= tl.load(scales.w + w_step)
     return acc
 

@@ -45,7 +45,7 @@ class ScaledRound:
         workspace, out = self.workspace(), self.out
         exchange = shapes.matmul_all_to_all((self.m, self.k), (self.k, self.n), None, 0, 1, workspace.group_size)
         (spans,) = exchange.rounds(1 << 62)
-        scales = map(lambda shape: _meta(*shape), SHAPES[self.recipe](self.m, self.k, self.n))
+        scales = (_meta(*shape) for shape in SHAPES[self.recipe](self.m, self.k, self.n))
 
         def program(s: Builder, bias: Tensor | None, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> None:
             launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out), bias, spans)

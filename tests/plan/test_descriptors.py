@@ -61,7 +61,7 @@ def test_rows_that_overlap_have_no_descriptor(transposed: bool) -> None:
 def test_chunks_of_whole_blocks_have_a_descriptor(shape: tuple[int, ...], gather_dim: int, described: bool) -> None:
     exchange = shapes.all_gather_matmul(shape, [(shape[-1] * (2 if gather_dim == 1 else 1), 8)], gather_dim, 2)
     (spans,) = exchange.rounds(1 << 62)
-    assert descriptors.can_describe_slots(spans, 2, 2) == described
+    assert descriptors.can_describe_slots(spans, 2, 2, spans.columns.size) == described
 
 
 @pytest.mark.parametrize("transposed", [False, True])
