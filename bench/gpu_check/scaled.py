@@ -33,7 +33,7 @@ from fusedcomm.testing.virtual import VirtualGroup, run_op
 DTYPE = torch.bfloat16
 GROUP_SIZE = 2
 VALUES = torch.float8_e4m3fn
-DIMS = {  # of ops on x [rows, K] or the product [rows, N]
+DIMS: dict[str, list[tuple[int, ...]]] = {  # of ops on x [rows, K] or the product [rows, N]
     "scaled_matmul_all_to_all": [(0, 1)],
     "scaled_all_to_all_matmul": [(1, 0)],
     "scaled_all_gather_matmul": [(0,), (1,)],

@@ -13,6 +13,7 @@ import fusedcomm
 from fusedcomm.ops.table import SCALED
 from tests.helpers.groups import empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.tiers import nightly_but
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
@@ -27,6 +28,7 @@ DIMS: dict[str, list[tuple[int, ...]]] = {  # of x [batch, rows, K], or of the p
     "scaled_matmul_all_reduce": [()],
 }
 GATHERS = OPS[1:3]
+ALGORITHMS = ["unfused", "chunked", "pipelined", "fused"]
 
 
 class Operand(NamedTuple):
@@ -104,11 +106,23 @@ class Case:
 
 @on_ranks()
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined", "fused"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("op", OPS)
 def test_values(rank: int, world_size: int, algorithm: str, op: str) -> None:
+    check_values(rank, world_size, algorithm, op, RECIPES)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("op", "recipe"), nightly_but([(op, "RowWise") for op in OPS], itertools.product(OPS, RECIPES))
+)
+def test_values_by_kernels(rank: int, op: str, recipe: str) -> None:
+    check_values(rank, 2, "fused", op, [recipe])
+
+
+def check_values(rank: int, world_size: int, algorithm: str, op: str, recipes: list[str]) -> None:
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-        for i, recipe in enumerate(RECIPES):
+        for i, recipe in enumerate(recipes):
             for j, dims in enumerate(DIMS[op]):
                 case, dtype = Case(op, recipe, world_size, dims), OUT_DTYPES[j % 3]
                 got, want = case.call(rank, PAIRS[(i + j) % 3], dtype, j % 2 == 0), case.expected(rank, dtype)
@@ -119,7 +133,7 @@ def test_values(rank: int, world_size: int, algorithm: str, op: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined", "fused"])
+@pytest.mark.parametrize("algorithm", nightly_but(["unfused", "chunked", "pipelined"], ALGORITHMS))
 @pytest.mark.parametrize("op", GATHERS)
 def test_x_alone(rank: int, algorithm: str, op: str) -> None:
     """Scales of the gathered x, which the caller has, are not sent; float8 travels as in the plain ops."""
