@@ -41,8 +41,10 @@ class FusedCall:
         member = members.known_member(group_name, x.device)
         if member is not None:
             symbolic = any(isinstance(size, torch.SymInt) for size in pytree.tree_leaves([self.args, x.shape]))
-            exchange = None if symbolic else OPS[self.op].exchange_of(OPS[self.op].bind(self.args))
-            self.last = "by size" if exchange is None else planner.plan(self.op, exchange, x.dtype, member).algorithm
+            spec, call = OPS[self.op], OPS[self.op].bind(self.args)
+            exchange = None if symbolic else spec.exchange_of(call)
+            sent = spec.sent_dtype(call)
+            self.last = "by size" if exchange is None else planner.plan(self.op, exchange, sent, member).algorithm
         return self.last
 
 

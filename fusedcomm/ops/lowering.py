@@ -42,8 +42,8 @@ def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 def _lower_pair(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     def lower(*args: Any) -> Any:
         create: Any = ir._CollectiveKernel.create
-        if overload is torch.ops.fusedcomm.all_gather_matmul.default and V.graph.cpp_wrapper:
-            *outs, gathered = create(torch.ops.fusedcomm.all_gather_matmul.flat, *args)
+        if len(overload._schema.returns) == 2 and isinstance(args[1], (list, tuple)) and V.graph.cpp_wrapper:
+            *outs, gathered = create(getattr(torch.ops.fusedcomm, overload._opname).flat, *args)
             result = outs, gathered
         else:
             result = create(overload, *args)

@@ -35,7 +35,7 @@ def _register(spec: OpSpec) -> None:
     for device_type in () if keeps_dtype else ("CPU", "CUDA"):
         lib.impl(spec.name, partial(_autocast, spec, device_type), f"Autocast{device_type}")
     names = [spec.name]
-    if spec.takes_lists and not spec.is_scaled:
+    if spec.takes_lists:
         names.append(f"{spec.name}.flat")
         lib.define(names[-1] + spec.schema.replace("(Tensor[], Tensor)", "Tensor[]"), tags=[_PT2])
         lib.impl(names[-1], partial(_flat, spec), "CompositeImplicitAutograd")
@@ -85,8 +85,8 @@ def _fake(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     shapes = spec.result_shapes(call)
     spec.check_outs(call)
     made = [call.x.new_empty(shape, dtype=call.dtype) for shape in shapes]
-    if spec.is_scaled and spec.gathers:
-        made[-1] = made[-1].to(spec.sent_dtype(call))
+    if spec.gathers:
+        made[-1] = made[-1].to(spec.gathered_dtype(call))
     return spec.returned([*outs.values()] or made)
 
 

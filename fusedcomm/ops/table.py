@@ -22,10 +22,11 @@ from fusedcomm.ops import (
     scaled,
 )
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_bias, check_out, check_tensors
-from fusedcomm.plan.scaling import OUT_DTYPES, check_dtypes
+from fusedcomm.plan.scaling import OUT_DTYPES, VALUES, check_dtypes
 
 Operands = tuple[tuple[Any, ...], Mapping[str, Any]]  # tensors, or lists of them, and facts
 
@@ -126,10 +127,14 @@ class OpSpec:
     def is_scaled(self) -> bool:
         return "scale_x" in self.arguments
 
+    def gathered_dtype(self, args: Arguments) -> torch.dtype:
+        if self.is_scaled and args.sends_scales:
+            return torch.uint8
+        return args.x.dtype
+
     def sent_dtype(self, args: Arguments) -> torch.dtype:
-        if self.is_scaled and self.gathers:
-            return torch.uint8 if args.sends_scales else args.x.dtype
-        return args.dtype
+        sent = self.gathered_dtype(args) if self.gathers else args.dtype
+        return torch.uint8 if sent in VALUES and args.wire != CALL else sent  # a program may send float8 as bytes
 
     def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
         if self.is_scaled:

@@ -63,10 +63,11 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
     collectives.hoist(product.operands, start)
     with rewriter.before(start, like=product.node):
         call = rewriter.call(
-            torch.ops.fusedcomm.all_to_all_matmul.default,
-            found.sent(rewriter, sent.dims, value(reader.node).dtype),
+            product.op(OP),
+            found.sent(rewriter, sent.dims, reader.dtypes),
             product.w(rewriter, sent.batch, reader.layout.dims[0]),
             product.per_column(rewriter, product.bias),
+            *([] if product.scales is None else [*product.scaling(rewriter, found.rows(sent, gathered=True)), False]),
             sent.gather_dim,
             sent.scatter_dim,
             bool(others),
@@ -76,6 +77,6 @@ def rewrite(rewriter: Rewriter, match: AllToAllMatmulMatch) -> Node:
             wire.of(start),
         )
         y = found.result(rewriter, rewriter.call(operator.getitem, call, 0), sent, reader.layout)
-        rearranged = found.rearranged(rewriter, call, sent.received.order, others)
+        rearranged = found.rearranged(rewriter, call, sent.received.order, others, reader)
     match_gather.replace(found, [(product.node, y)], rearranged)
     return call

@@ -149,7 +149,7 @@ class Fuser:
         created = self.rewriter.created
         if is_unread:
             created = [*created, self._waited_for(node)]
-        return Fused(module.OP, node, savings, tuple(names), tuple(created))
+        return Fused(node.target._opname, node, savings, tuple(names), tuple(created))
 
     def _waited_for(self, op: Node) -> Node:
         """A wait keeps an unread op, as it keeps a collective: peers may read theirs, and wait for this rank."""
@@ -172,11 +172,12 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
     """
     first, *others = match.collectives
     if others:
-        return f"{len(others) + 1} exchanges of one x would be one"
+        return f"{len(others) + 1} exchanges would be one"
     if first.start.name in changed:
         return "what all ranks have changed would be fused"  # else it stays with the group's backend
-    if match.dtype != value(first.sent).dtype:
-        return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
+    sent = value(first.sent).dtype
+    if match.dtype != sent and not match.dtype.itemsize == sent.itemsize == 1:  # bytes
+        return f"{match.dtype} would be sent in place of {sent}"
     if not match.keeps_order:
         return "it would send other chunks than the collective, or another order of them"
     operands = [operand for product in match.products for operand in product.operands]

@@ -15,10 +15,10 @@ from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
-from fusedcomm.compile.graph.matmuls import MATMULS, Product, matmul, name_of
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, stand_for
-from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
+from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, matmul, name_of
+from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
+from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value, viewed_bytes
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ class Reader:
 
     node: Node
     layout: Layout
-    dtypes: tuple[torch.dtype, ...]  # of the casts up to here
+    dtypes: tuple[torch.dtype, ...]  # of what arrives, perhaps viewed, and of the casts up to here
     users: list[Node] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ class Gathered:
                 try:
                     found.append((reader, self._consumer(reader, user)))
                 except CannotFuse as reason:
-                    if user.target in MATMULS:
+                    if user.target in MATMULS | SCALED:
                         reasons.append(str(reason))
         if not found:
             users = [name_of(user) for reader in self.readers for user in reader.users]
@@ -79,14 +79,16 @@ class Gathered:
     def _consumer(self, reader: Reader, user: Node) -> Product:
         found = matmul(user)
         if found.xs[0] is not reader.node:
-            raise CannotFuse("what arrives is the right operand of the matmul")
+            which = "a scale" if reader.node in (found.scales or ()) else "the right operand"
+            raise CannotFuse(f"what arrives is {which} of the matmul")
         nodes = {each.node for each in self.readers}
         if any(depends_on(operand, nodes) for operand in found.operands):
             raise CannotFuse("the weight is computed from what arrives")
-        before, after = value(self.x).dtype, value(reader.node).dtype
+        before, after = reader.dtypes[0], reader.dtypes[-1]
         if after.itemsize > before.itemsize:
             raise CannotFuse("what arrives is cast to a larger dtype before the matmul")
-        if after != before and any(each.users and value(each.node).dtype != after for each in self.readers):
+        read = {(each.dtypes[0], each.dtypes[-1]) for each in self.readers if each.users}
+        if after != before and read != {(before, after)}:
             raise CannotFuse("what arrives is read both before and after a cast")
         k = reader.layout.dims[-1]
         order, sent = reader.layout.order, self.x_layout.order
@@ -149,8 +151,16 @@ class Gathered:
     def keeps_order(self, sent: SentDims) -> bool:
         return wire.keeps_order([f for dim in sent.dims for f in dim], self.sent_layout.order, self.blocks)
 
-    def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtype: torch.dtype) -> Node:
-        return rewriter.cast(rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims)))), dtype)
+    def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtypes: Sequence[torch.dtype]) -> Node:
+        x = rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims))))
+        return rewriter.cast(rewriter.viewed(x, dtypes[0]), dtypes[-1])
+
+    def rows(self, sent: SentDims, gathered: bool) -> list[Size]:
+        """The dims of the op's rows: of its gathered x, or of x."""
+        dims = [[f for f in dim if f is not self.blocks or not gathered] for dim in sent.dims]
+        if gathered:
+            dims[sent.gather_dim].insert(0, self.sources)
+        return sizes(dims[: len(sent.batch) + 1])
 
     def copies(self, received: Layout) -> bool:
         """Whether x must be rearranged to arrive in the order of ``received``."""
@@ -175,23 +185,29 @@ class Gathered:
 
     @staticmethod
     def rearranged(
-        rewriter: Rewriter, call: Node, order: list[Factor], others: Sequence[Reader]
+        rewriter: Rewriter, call: Node, order: list[Factor], others: Sequence[Reader], fused: Reader
     ) -> list[tuple[Reader, Node]]:
-        """The by-product of an op's call, rearranged as each of ``others`` has it."""
+        """The by-product of an op's call for what ``fused`` is, rearranged as each of ``others`` has it."""
         if not others:
             return []
-        by_product = rewriter.call(operator.getitem, call, 1)
-        return [(each, rewriter.result(rewriter.arrange(by_product, order, each.layout), each.node)) for each in others]
+        by_product, is_cast = rewriter.call(operator.getitem, call, 1), fused.dtypes[0] != fused.dtypes[-1]
+        return [
+            (each, rewriter.result(rewriter.arrange(seen, order, each.layout), each.node))
+            for each in others
+            for seen in [by_product if is_cast else rewriter.viewed(by_product, each.dtypes[0])]
+        ]
 
 
 def read(start: Node) -> Gathered:
     """The collective that starts here, with its readers. Raises CannotFuse."""
     collective = collectives.read(start)
     path = path_back(collective.sent, through_casts=False)
-    x_layout = Layout.of(value(path[0]).shape)
-    sent = along(path, x_layout)
+    viewed = viewed_bytes(path[0])
+    before = path[:1] if viewed is None else path_back(viewed, through_casts=False)
+    x_layout = Layout.of(value(before[0]).shape)
+    sent = along(path, along(before, x_layout))
     received, blocks, sources = collective.received(sent)
-    return Gathered(collective, path[0], x_layout, sent, blocks, sources, _readers(collective.wait, received))
+    return Gathered(collective, before[0], x_layout, sent, blocks, sources, _readers(collective.wait, received))
 
 
 def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: Iterable[tuple[Reader, Node]]) -> None:
@@ -224,6 +240,9 @@ def _readers(wait: Node, received: Layout) -> list[Reader]:
     readers = [Reader(wait, received, (value(wait).dtype,))]
     for reader in readers:  # the list grows meanwhile
         for user, following in derived(reader.node):
+            if viewed_bytes(user) is not None and len({*reader.dtypes}) == 1:
+                readers.append(Reader(user, reader.layout, (value(user).dtype,)))
+                continue
             try:
                 if following is None:
                     raise CannotFuse("it computes")

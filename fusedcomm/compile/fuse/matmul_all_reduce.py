@@ -69,9 +69,10 @@ def rewrite(rewriter: Rewriter, match: MatmulAllReduceMatch) -> Node:
     product, collective = match.reduced.product, match.reduced.collective
     with rewriter.before(collective.start, like=product.node):
         y = rewriter.call(
-            torch.ops.fusedcomm.matmul_all_reduce.default,
+            product.op(OP),
             *product.joined(rewriter),
             None,
+            *product.scaling(rewriter, sizes(product.y.dims[:-1])),
             collective.reduce_op,
             collective.group_size,
             collective.group_name,

@@ -18,7 +18,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, size_of
-from fusedcomm.compile.graph.matmuls import MATMULS, Product, check_single_use, producer
+from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 from fusedcomm.plan.geometry.cut import EVEN
@@ -113,7 +113,7 @@ def match(start: Node) -> MatmulAllToAllMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     first = _part(start)
     parts = [first]
-    if not first.product.batched and first.like(first):
+    if not first.product.batched and first.product.scales is None and first.like(first):
         for node in [user for x in _same_as(first.product.xs[0]) for user in x.users]:
             other = _start_after(node)
             if other is None or other is start:
@@ -196,10 +196,11 @@ def _call(
 ) -> Node:
     dims = [*rows, *columns]
     return rewriter.call(
-        torch.ops.fusedcomm.matmul_all_to_all.default,
+        part.product.op(OP),
         x,
         w,
         bias,
+        *part.product.scaling(rewriter, sizes(rows)),
         sizes(columns) if len(columns) > 1 else None,
         len(dims) - 1 if before is None else _index(dims, before),
         _index(dims, part.blocks),
@@ -252,7 +253,7 @@ def _check_repeats(node: Node, group_size: int) -> None:
         return
     repeated = node.args[0]
     assert isinstance(repeated, Node)
-    if path_back(repeated, through_casts=True)[0].target in MATMULS:
+    if path_back(repeated, through_casts=True)[0].target in MATMULS | SCALED:
         count = quotient(*(product(map(size_of, value(each).shape)) for each in (node, repeated)))
         raise CannotFuse(
             f"the matmul's result is repeated {count} times before it is sent: send it once, by matmul_all_to_all(..., "

@@ -12,7 +12,7 @@ from fusedcomm.compile.fuse.match_reduce import Reduced
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.matmuls import Product
-from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
 from fusedcomm.compile.graph.views import value
 from fusedcomm.plan.geometry.cut import EVEN
 
@@ -69,10 +69,11 @@ def rewrite(rewriter: Rewriter, match: MatmulReduceScatterMatch) -> Node:
     with rewriter.before(collective.start, like=product.node):
         x, w, dims = operands(rewriter, match)
         call = rewriter.call(
-            torch.ops.fusedcomm.matmul_reduce_scatter.default,
+            product.op(OP),
             x,
             w,
             None,
+            *product.scaling(rewriter, sizes(dims[:-1])),
             collective.reduce_op,
             next(i for i, dim in enumerate(dims) if blocks in dim),
             *EVEN.to_scatter,

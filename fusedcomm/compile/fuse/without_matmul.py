@@ -16,7 +16,9 @@ from fusedcomm.compile.graph.matmuls import DTYPES
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
 from fusedcomm.plan.geometry.cut import EVEN
+from fusedcomm.plan.scaling import VALUES
 
+BYTES = (torch.uint8, *VALUES)
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")  # each has the name of its kind
 
 
@@ -27,7 +29,7 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
     """
     kind, sent = collectives.STARTS[start.target][0], argument_of(start, "input")  # type: ignore[index]
     dtype, reduce_op, group_name = value(sent).dtype, argument_of(start, "reduce_op"), argument_of(start, "group_name")
-    if dtype not in DTYPES:
+    if dtype not in (*DTYPES, *(BYTES if reduce_op is None else ())):
         raise CannotFuse(f"no op sends {dtype}")
     if reduce_op not in (None, *REDUCE_OPS):
         raise CannotFuse(f"reduce_op must be sum or avg, got {reduce_op}")
@@ -41,9 +43,11 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
     others = (group_size, group_name, wire.of(start))
     with rewriter.before(start, like=start):
         x = sent if value(sent).ndim else rewriter.reshape(sent, [1])
+        x = rewriter.viewed(x, VALUES[0]) if dtype == torch.uint8 else x
         result = op = _call(rewriter, kind, start, x, reduce_op, others)
         if kind == "all_to_all" or not value(start).ndim:
             result = rewriter.reshape(op, sizes_of(value(start)))
+        result = rewriter.viewed(result, dtype)
         if value(result).stride() != value(start).stride():
             result = rewriter.strided(result, value(start))
         if not is_read(start):

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
+from torch.nn.functional import ScalingType
 
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.collectives import argument_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, returned, sizes
 from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
+from fusedcomm.plan.scaling import VALUES
 
 aten = torch.ops.aten
 
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
+SCALED = {aten._scaled_mm.default, aten._scaled_mm_v2.default}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Scales(NamedTuple):
+    """Of float8 operands: one each, or, ``by_row``, x's [M, 1] and w's [1, N]."""
+
+    x: Node
+    w: Node
+    by_row: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,7 @@ class Product:
     bias: Node | None
     y: Layout  # one matmul's result, [M, N] or [batch, M, N]
     layout: Layout  # node's layout
+    scales: Scales | None = None
 
     @property
     def batched(self) -> bool:
@@ -37,7 +52,19 @@ class Product:
     @property
     def operands(self) -> list[Node]:
         """All operands but x."""
-        return [*self.ws, *([] if self.bias is None else [self.bias])]
+        return [*self.ws, *([] if self.bias is None else [self.bias]), *(self.scales or ())[:2]]
+
+    def op(self, name: str) -> Any:
+        """The op of this name, or its sibling for float8 operands."""
+        return getattr(torch.ops.fusedcomm, name if self.scales is None else f"scaled_{name}").default
+
+    def scaling(self, rewriter: Rewriter, rows: Sequence[Size]) -> list[Any]:
+        """What the sibling takes behind the bias: the scale of an x with these ``rows``, w's, and the dtype of y."""
+        if self.scales is None:
+            return []
+        x, w, by_row = self.scales
+        of_x, of_w = ([*rows, 1], [1, *self.y.shape[-1:]]) if by_row else ([], [])
+        return [rewriter.reshape(x, of_x), rewriter.reshape(w, of_w), value(self.node).dtype]
 
     def joined(self, rewriter: Rewriter) -> tuple[Node, Node]:
         """x and w, over the K of all matmuls."""
@@ -84,7 +111,9 @@ class Product:
 
 
 def matmul(node: Node) -> Product:
-    """Reads mm, addmm, bmm or baddbmm. Raises CannotFuse where no op of fusedcomm computes it."""
+    """Reads mm, addmm, bmm, baddbmm or _scaled_mm. Raises CannotFuse where no op of fusedcomm computes it."""
+    if node.op == "call_function" and node.target in SCALED:
+        return _scaled(node)
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args
@@ -95,6 +124,29 @@ def matmul(node: Node) -> Product:
         raise CannotFuse(f"the matmul's dtype is {dtype}, and must be float32, float16 or bfloat16")
     y = Layout.of(value(node).shape)
     return Product(node, (x,), (w,), _bias(bias[0], node) if bias else None, y, y)  # type: ignore[arg-type]
+
+
+def _scaled(node: Node) -> Product:
+    """Of float8 operands. ``use_fast_accum`` allows sums of fewer bits, and the ops', in float32, are as good."""
+    given, y = partial(argument_of, node), value(node)
+    x, w, bias = given("self"), given("mat2"), given("bias")
+    if given("scale_result") is not None or y.dtype not in DTYPES:
+        raise CannotFuse(f"the matmul's dtype is {y.dtype}, and must be float32, float16 or bfloat16")
+    if not {value(x).dtype, value(w).dtype} <= {*VALUES} or value(x).dtype == value(w).dtype == torch.float8_e5m2:
+        raise CannotFuse(f"{name_of(node)} multiplies {value(x).dtype} and {value(w).dtype}")
+    recipes = {ScalingType(each).name for name in ("recipe_a", "recipe_b") for each in given(name) or ()}
+    scales = [each[0] if isinstance(each, (list, tuple)) else each for each in (given("scale_a"), given("scale_b"))]
+    shapes, (m, n) = [sizes_of(value(each)) for each in scales], sizes_of(y)
+    is_one, by_row = (all(size == 1 for shape in shapes for size in shape), shapes == [[m, 1], [1, n]])
+    special = given("contraction_dim") or any([*(given("swizzle_a") or ()), *(given("swizzle_b") or ())])
+    if not (is_one or by_row) or recipes not in ({*()}, {"TensorWise"}, {"RowWise"}) or special:
+        named = "swizzled" if special else " and ".join(sorted(recipes)) or f"of shapes {shapes[0]} and {shapes[1]}"
+        raise CannotFuse(f"the scales of {name_of(node)} are {named}, and must be TensorWise or RowWise")
+    if any(value(each).dtype != torch.float32 for each in scales):
+        raise CannotFuse(f"the scales of {name_of(node)} are not of float32")
+    layout = Layout.of(y.shape)
+    of_bias = None if bias is None else _bias(bias, node)
+    return Product(node, (x,), (w,), of_bias, layout, layout, Scales(*scales, by_row and not is_one))
 
 
 def producer(node: Node, sums: bool = False) -> Product:
@@ -114,7 +166,7 @@ def _branch(node: Node, user: Node) -> Product:
     path = path_back(node, through_casts=False)
     found = producer(path[0], sums=True)
     check_single_use(path, user)
-    return Product(found.node, found.xs, found.ws, found.bias, found.y, along(path, found.layout))
+    return replace(found, layout=along(path, found.layout))
 
 
 def check_single_use(path: list[Node], user: Node) -> None:
@@ -128,6 +180,8 @@ def check_single_use(path: list[Node], user: Node) -> None:
 def _sum(node: Node, a: Product, b: Product) -> Product:
     if a.bias is not None or b.bias is not None or a.batched or b.batched:
         raise CannotFuse("it is the sum of matmuls with biases or batches")
+    if a.scales or b.scales:
+        raise CannotFuse("it is the sum of scaled matmuls, of which each has its own scales")
     if a.y.shape != b.y.shape or [f.size for f in a.layout.order] != [f.size for f in b.layout.order]:
         raise CannotFuse("it is the sum of matmuls of different shapes")
     if a.layout.order != a.y.order or b.layout.order != b.y.order:
@@ -143,14 +197,14 @@ def _with_bias(node: Node, operand: Node, bias: Node) -> Product | None:
     if (like.dtype, like.device) != (added.dtype, added.device):
         return None
     path = path_back(operand, through_casts=False)
-    if path[0].target not in MATMULS:
+    if path[0].target not in MATMULS | SCALED:
         return None
     found = matmul(path[0])
     layout = along(path, found.layout)
     if found.bias is not None or (added.numel() != 1 and list(layout.dims[-1]) != list(found.y.dims[-1])):
         return None
     check_single_use(path, node)
-    return Product(node, found.xs, found.ws, bias, found.y, layout)
+    return replace(found, node=node, bias=bias, layout=layout)
 
 
 def _broadcasts(bias: Node) -> bool:

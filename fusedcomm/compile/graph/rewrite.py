@@ -110,6 +110,9 @@ class Rewriter:
         same = node.meta["val"].dtype == dtype
         return node if same else self.call(torch.ops.prims.convert_element_type.default, node, dtype)
 
+    def viewed(self, node: Node, dtype: torch.dtype) -> Node:
+        return node if node.meta["val"].dtype == dtype else self.call(aten.view.dtype, node, dtype)
+
     def contiguous(self, node: Node) -> Node:
         if node.meta["val"].is_contiguous():
             return node

@@ -71,6 +71,14 @@ def source(node: Any) -> Node | None:
     return None if join is None else join.origin
 
 
+def viewed_bytes(node: Node) -> Node | None:
+    """The tensor that node views in another dtype of one byte, or None: float8 values are sent as bytes."""
+    if node.target is not aten.view.dtype:
+        return None
+    origin: Node = args_of(node)[0]
+    return origin if value(origin).dtype.itemsize == value(node).dtype.itemsize == 1 else None
+
+
 def _is_waited_for(node: Node | None) -> bool:
     """Whether node rearranges a wait's result: one more wait does nothing."""
     while node is not None and node.target is not WAIT:
