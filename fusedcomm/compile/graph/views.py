@@ -155,8 +155,10 @@ def merge_views(graph: Graph) -> None:
     """Let views and parts that are equal be one node: torch writes a view once more for each use after a write."""
     seen: dict[tuple[Any, ...], Node] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in VIEWS:
+        if node.op == "call_function" and node.target in {*VIEWS, aten.view.dtype}:
             first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            if node.target is aten.view.dtype and value(node.args[0]).dtype == value(node).dtype:
+                first = node.args[0]
             if first is not node and all(user.op == "call_function" for user in (*node.users, *first.users)):
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)

@@ -1,0 +1,182 @@
+"""torch's scaled matmuls beside collectives become the scaled ops: on unchanged programs, and on ranks that differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+import fusedcomm.compile
+from fusedcomm.compile.graph.sequence import Sequence
+from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.reports import CompileReport
+from fusedcomm.memory.consent import OTHER, Answer
+from tests.helpers.block_checks import interpreted
+from tests.helpers.graphs import aten_graph, collectives_of, recorded_graphs, targets
+from tests.helpers.merge_world import fake_world
+from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, reduce_scatter, world
+
+E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+B, T, K, N = 2, 4, 16, 8  # T tokens per rank
+Program = Callable[..., Any]
+mm = torch._scaled_mm
+
+
+def gathered(t: Tensor, dim: int = 0) -> Tensor:
+    """As DTensor and torch's float8 training send float8."""
+    rows = all_gather(t.view(torch.uint8), 0, world())
+    if dim == 0:
+        return rows.view(t.dtype)
+    return torch.cat([each.view(torch.uint8) for each in rows.chunk(2)], dim).view(t.dtype)
+
+
+def gathered_float8(t: Tensor, dim: int = 0) -> Tensor:
+    """Traced as it is; gloo can send the bytes alone."""
+    return all_gather(t, dim, world()) if isinstance(t, torch._subclasses.FakeTensor) else gathered(t, dim)
+
+
+def exchanged(t: Tensor) -> Tensor:
+    dtype = t.dtype if t.dtype not in (E4M3, E5M2) or isinstance(t, torch._subclasses.FakeTensor) else torch.uint8
+    return funcol.wait_tensor(funcol.all_to_all_single(t.view(dtype), None, None, world())).view(t.dtype)
+
+
+def flat_mm(x: Tensor, w: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype = BF16, **options: Any) -> Tensor:
+    return mm(x.flatten(0, -2), w, a, b, out_dtype=dtype, **options).view(*x.shape[:-1], -1)
+
+
+def of_gathered(dim: int, gather: Callable[..., Tensor] = gathered, **options: Any) -> Program:
+    return lambda x, w, a, b: flat_mm(gather(x, dim), w, a, b, **options)
+
+
+def scattered(dim: int, reduce_op: str = "sum", **options: Any) -> Program:
+    return lambda x, w, a, b: reduce_scatter(flat_mm(x, w, a, b, **options), reduce_op, dim, world())
+
+
+def reshaped(dim: int) -> Program:
+    """Scales are reshaped with x, and inverted behind."""
+
+    def program(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        rows = a.reshape(-1, a.shape[-1]).reciprocal()
+        y = mm(x.reshape(-1, K), w, rows, b.reciprocal(), out_dtype=torch.float32)
+        return reduce_scatter(y.view(*x.shape[:-1], N), "sum", dim, world())
+
+    return program
+
+
+def sharded(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return mm(gathered(x), w, all_gather(a, 0, world()), b, out_dtype=BF16)
+
+
+def sharded_at_1(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    scales = all_gather(a, 1, world()).flatten(0, 1)
+    return mm(gathered(x, 1).flatten(0, 1), w, scales, b, out_dtype=BF16)
+
+
+def scales_first(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """They are read twice, so that they stay."""
+    scales = all_gather(a, 0, world())
+    return mm(gathered(x), w, scales, b, out_dtype=BF16), scales.sum()
+
+
+def read_as_bytes(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    rows = all_gather(x.view(torch.uint8), 0, world())
+    y = mm(rows.view(x.dtype), w, a, b, out_dtype=BF16)
+    return y, rows.long().sum(), rows.view(x.dtype).float() + 1
+
+
+def several(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    rows, bias = gathered(x), torch.arange(N, dtype=torch.float32)
+    return [mm(rows, w, a, b * i, bias if i == 2 else None, None, torch.float32) for i in (1, 2)]
+
+
+def with_recipes(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    rows = ScalingType.RowWise
+    return scaled_mm(gathered_float8(x), w, a, rows, b, rows, output_dtype=torch.float16, use_fast_accum=True)
+
+
+def reduced(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    bias = torch.arange(N, dtype=torch.float32)
+    return funcol.all_reduce(flat_mm(x, w, a, b, torch.float32, bias=bias), "sum", world())
+
+
+def sent_behind(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    y = flat_mm(x, w, a, b).unflatten(-1, (2, -1)).movedim(-2, 0).contiguous()
+    return exchanged(y).movedim(0, 1).flatten(1, 2)
+
+
+def sent_before(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return flat_mm(exchanged(x), w, a, b)
+
+
+def k_sent_before(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Rows are cut, and K is joined."""
+    return mm(exchanged(x).unflatten(0, (2, -1)).movedim(0, 1).flatten(1), w, a, b, out_dtype=BF16)
+
+
+X2, X3 = (T, K), (B, T, K)
+AG, RS = "scaled_all_gather_matmul", "scaled_matmul_reduce_scatter"
+# shape of x, K of w, and rows of row-wise scales, or None; the first eight are torch's
+PROGRAMS: dict[str, tuple[Program, str, tuple[int, ...], int, tuple[int, ...] | None]] = {
+    "bytes gathered": (of_gathered(0), AG, X2, K, None),
+    "bytes gathered, batches": (of_gathered(0), AG, X3, K, None),
+    "bytes gathered at 1": (of_gathered(1), AG, X3, K, None),
+    "scattered": (scattered(0), RS, X2, K, None),
+    "scattered batches": (scattered(0), RS, X3, K, None),
+    "scattered at 1": (scattered(1), RS, X3, K, None),
+    "reshaped": (reshaped(0), RS, X3, K, (B, T, 1)),
+    "reshaped, scattered at 1": (reshaped(1), RS, X3, K, (B, T, 1)),
+    "last dim gathered": (of_gathered(-1), AG, X2, 2 * K, (T, 1)),
+    "last dim scattered": (scattered(-1, "avg"), RS, X2, K, (T, 1)),
+    "float8 gathered at 1": (of_gathered(1, gathered_float8, use_fast_accum=True), AG, X3, K, (2 * B * T, 1)),
+    "sharded": (sharded, AG, X2, K, (T, 1)),
+    "sharded at 1": (sharded_at_1, AG, X3, K, (B, T, 1)),
+    "scales first": (scales_first, f"all_gather {AG}", X2, K, (T, 1)),
+    "read as bytes": (read_as_bytes, AG, X2, K, (2 * T, 1)),
+    "several": (several, AG, X2, K, (2 * T, 1)),
+    "recipes": (with_recipes, AG, X2, K, (2 * T, 1)),
+    "reduced": (reduced, "scaled_matmul_all_reduce", X3, K, (B * T, 1)),
+    "sent behind": (sent_behind, "scaled_matmul_all_to_all", X2, K, (T, 1)),
+    "sent before": (sent_before, "scaled_all_to_all_matmul", X3, K, (B * T, 1)),
+    "K sent before": (k_sent_before, "scaled_all_to_all_matmul", X2, 2 * K, (T // 2, 1)),
+}
+
+
+def arguments(name: str, rank: int, pair: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3)) -> list[Tensor]:
+    """Small integers, and scales that are powers of two."""
+    _, _, x, k, rows = PROGRAMS[name]
+    generator = torch.Generator().manual_seed(rank)
+    x8, w8 = (torch.randint(-2, 3, shape, generator=generator).float() for shape in (x, (N, k)))
+    shapes = ((), ()) if rows is None else (rows, (1, N))
+    scales = [2.0 ** torch.randint(-1, 2, shape, generator=generator) for shape in shapes]
+    if rows is not None and "sharded" not in name and name != "scales first" and "scattered" not in name:
+        dist.broadcast(scales[0], 0)  # of all ranks' rows
+    return [x8.to(pair[0]), w8.to(pair[1]).mT, *scales]
+
+
+def passed(program: Program, args: list[Tensor]) -> tuple[Any, list[str], CompileReport]:
+    gm, report = aten_graph(program, args), CompileReport()
+    FusedcommPass(Settings(), report)(gm.graph)
+    gm.recompile()
+    assert not collectives_of(gm.graph), report
+    return gm(*args), targets(gm.graph, "fusedcomm"), report
+
+
+@on_ranks(2)
+def test_values(rank: int) -> None:
+    for (name, (program, ops, *_)), pair in zip(
+        PROGRAMS.items(), itertools.cycle([(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]), strict=False
+    ):
+        args = arguments(name, rank, pair if name != "recipes" else (E4M3, E4M3))  # torch's own, row-wise, are not mixed
+        got, found, report = passed(program, args)
+        assert " ".join(found) == ops, f"{name}: {report}"
+        assert all(line.status == "fused" or line.op == "all_gather" for line in report.collectives), name
+        torch.testing.assert_close(got, program(*args), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
