@@ -19,7 +19,6 @@ from fusedcomm.compile.graph.sequence import Sequence
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, Answer
-from tests.helpers.block_checks import interpreted
 from tests.helpers.graphs import aten_graph, collectives_of, recorded_graphs, targets
 from tests.helpers.merge_world import fake_world
 from tests.helpers.on_ranks import on_ranks
@@ -180,3 +179,115 @@ def test_values(rank: int) -> None:
         assert " ".join(found) == ops, f"{name}: {report}"
         assert all(line.status == "fused" or line.op == "all_gather" for line in report.collectives), name
         torch.testing.assert_close(got, program(*args), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def without_matmuls(me: int) -> Program:
+    """On rank ``me`` nothing that could be fused stands beside the collectives."""
+
+    def product(rows: Tensor, w: Tensor, scales: Tensor, b: Tensor) -> Tensor:
+        if dist.get_rank() == me:
+            return rows.float().sin() @ w.float() * scales
+        return mm(rows, w, scales, b, out_dtype=torch.float32)
+
+    def program(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        scales = all_gather(a, 0, world())
+        rows = [(gathered(x), scales), (gathered_float8(x), scales * 2), (exchanged(x), a)]
+        ys = [product(x, w, a * i, b) for i in (1, 2)]
+        sums = reduce_scatter(ys[0], "sum", 0, world()), funcol.all_reduce(ys[1], "sum", world())
+        return [*sums, *(product(each, w, scale, b) for each, scale in rows)]
+
+    return program
+
+
+@on_ranks(2)
+def test_a_rank_without_the_matmuls(rank: int) -> None:
+    for me in (2, 0):
+        program, args = without_matmuls(me), arguments("sharded", rank, (E5M2, E4M3))
+        got, found, report = passed(program, args)
+        torch.testing.assert_close(got, program(*args))
+        kinds = ["all_gather", "all_gather", "all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
+        fused = ["all_gather", AG, AG, "scaled_all_to_all_matmul", RS, "scaled_matmul_all_reduce"]
+        assert found == (kinds if rank == me else fused), report
+        assert all(line.reason for line in report.collectives if line.status != "fused")
+
+
+@on_ranks(2)
+def test_scales_travel_with_their_rows_by_consent_alone(rank: int) -> None:
+    """Rank 1 reads the gathered scales once more."""
+
+    def program(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Any:
+        rows, scales = gathered(x), all_gather(a, 0, world())
+        return mm(rows, w, scales, b, out_dtype=BF16), scales.sum() if rank else None
+
+    args = arguments("sharded", rank)
+    got, found, report = passed(program, args)
+    torch.testing.assert_close(got, program(*args), rtol=0, atol=0)
+    assert found == ["all_gather", "all_gather"], report
+    assert "its matmul waits for a later collective, and not all ranks agreed to it" in report.collectives[0].reason
+
+
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
+    """Any number of tokens; w is quantised in the graph."""
+
+    def program(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        w8, one = w.to(E4M3).t(), b[0, 0]
+        y = mm(gathered_float8(x), w8, all_gather(a, 0, world()), b, out_dtype=BF16)
+        back = mm(x, w8, one, one, out_dtype=BF16)
+        return y, reduce_scatter(back, "sum", 0, world())
+
+    x, w, a, b = arguments("sharded", rank)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad(), recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
+        compiled = torch.compile(program, fullgraph=True)
+        for n in (T, 2 * T):
+            args = x.repeat(n // T, 1), w.mT.float(), a.repeat(n // T, 1), b
+            torch.testing.assert_close(compiled(*args), program(*args), rtol=0, atol=0)
+    assert [targets(each, "fusedcomm") for each in graphs] == [[AG, RS]], report
+
+
+def result(x: Tensor, w: Tensor, a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    return funcol.all_reduce(mm(x, w, a, b, **{"out_dtype": BF16} | options), "sum", world())
+
+
+def block_wise(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return scaled_mm(all_gather(x, 0, world()), w, a, recipes[0], b, recipes[1])
+
+
+ONE = torch.ones(())
+NEAR_MISSES: dict[str, tuple[Program, str]] = {
+    "float8 result": (lambda x, w: result(x, w, ONE, ONE, out_dtype=E4M3).float(), "dtype is torch.float8_e4m3fn"),
+    "scale_result": (lambda x, w: result(x, w, ONE, ONE, scale_result=ONE), "scale_result"),
+    "bias of float32": (lambda x, w: result(x, w, ONE, ONE, bias=torch.ones(N)), "the bias has another dtype"),
+    "block-wise": (lambda x, w: block_wise(x, w, torch.ones(2 * T, 1), torch.ones(1, 1)), "BlockWise128x128 and"),
+    "two matmuls": (
+        lambda x, w: funcol.all_reduce(
+            mm(x, w, ONE, ONE, out_dtype=BF16) + mm(x, w, ONE * 2, ONE, out_dtype=BF16), "sum", world()
+        ),
+        "the sum of scaled matmuls",
+    ),
+    "right operand": (
+        lambda x, w: mm(x, all_gather(w.mT, 0, world()).mT, ONE, ONE, out_dtype=BF16),
+        "what arrives is the right operand",
+    ),
+    "scale of all": (
+        lambda x, w: mm(x, w, all_gather(torch.ones(T // 2, 1), 0, world()), torch.ones(1, N), out_dtype=BF16),
+        "what arrives is a scale of the matmul",
+    ),
+    "scales by rank and row": (
+        lambda x, w: mm(gathered(x).view(2, T, K).transpose(0, 1).flatten(0, 1).contiguous().view(-1, K), w, ONE, ONE),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses(name: str) -> None:
+    program, reason = NEAR_MISSES[name]
+    report = CompileReport()
+    with fake_world([0, 1]), mock.patch.object(Sequence, "ask", return_value=Answer(OTHER, (1,), (1,))):
+        gm = aten_graph(program, [torch.ones(T, K).to(E4M3), torch.ones(N, K).to(E4M3).mT])
+        FusedcommPass(Settings(), report)(gm.graph)
+    (line,) = report.collectives
+    assert line.status != "fused" and reason in line.reason, report

@@ -172,7 +172,7 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
     """
     first, *others = match.collectives
     if others:
-        return f"{len(others) + 1} exchanges would be one"
+        return f"{len(others) + 1} exchanges of one x would be one"
     if first.start.name in changed:
         return "what all ranks have changed would be fused"  # else it stays with the group's backend
     sent = value(first.sent).dtype
