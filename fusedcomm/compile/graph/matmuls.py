@@ -131,7 +131,7 @@ def _scaled(node: Node) -> Product:
     given, y = partial(argument_of, node), value(node)
     x, w, bias = given("self"), given("mat2"), given("bias")
     if given("scale_result") is not None or y.dtype not in DTYPES:
-        raise CannotFuse(f"the matmul's dtype is {y.dtype}, and must be float32, float16 or bfloat16")
+        raise CannotFuse(f"the matmul's result is of {y.dtype} or scaled: it must be float32, float16 or bfloat16")
     if not {value(x).dtype, value(w).dtype} <= {*VALUES} or value(x).dtype == value(w).dtype == torch.float8_e5m2:
         raise CannotFuse(f"{name_of(node)} multiplies {value(x).dtype} and {value(w).dtype}")
     recipes = {ScalingType(each).name for name in ("recipe_a", "recipe_b") for each in given(name) or ()}
