@@ -146,7 +146,7 @@ def _scaled(node: Node) -> Product:
         raise CannotFuse(f"the scales of {name_of(node)} are not of float32")
     layout = Layout.of(y.shape)
     of_bias = None if bias is None else _bias(bias, node)
-    return Product(node, (x,), (w,), of_bias, layout, layout, Scales(*scales, by_row and not is_one))
+    return Product(node, (x,), (w,), of_bias, layout, layout, Scales(scales[0], scales[1], by_row and not is_one))
 
 
 def producer(node: Node, sums: bool = False) -> Product:
