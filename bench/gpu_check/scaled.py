@@ -24,8 +24,8 @@ from fusedcomm.ops import table
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
-from fusedcomm.plan.geometry import scaled, shapes
-from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.geometry import packed_gathers, shapes
+from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import RECIPES, Payload, Recipe, Scaled, Scaling, num_blocks
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup, run_op
@@ -100,7 +100,7 @@ def push(of: Pair, dtype: torch.dtype) -> KernelProblem:
 def gather(of: Pair, dtype: torch.dtype) -> KernelProblem:
     """The gather kernel in a group of one rank, which has sent already."""
     x, w, block = of.x.values, of.w.values.mT, of.recipe.x.k
-    exchange = scaled.all_gather_matmul(x.shape, [w.shape], 0, 1, block=block)
+    exchange = packed_gathers.all_gather_matmul(x.shape, [w.shape], 0, 1, block=block)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace = VirtualGroup(1, exchange.chunk_numel, x.device).workspaces[0]
     payload, out = Payload(VALUES, (x.shape[1],), block), x.new_empty(exchange.out_shape, dtype=dtype)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import scaling
-from fusedcomm.plan.geometry import norm, payloads, scaled, shapes
+from fusedcomm.plan.geometry import norm, packed_gathers, payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaling import Payload, Recipe
 
@@ -48,7 +48,7 @@ def scaled_all_to_all_matmul(args: Arguments) -> Exchange:
     block = recipe(args, plain).x.k
     if not args.sends_scales:
         return plain
-    return shapes.of(scaled.all_to_all_matmul, args.x.shape, args.w.shape, *where, block)
+    return shapes.of(packed_gathers.all_to_all_matmul, args.x.shape, args.w.shape, *where, block)
 
 
 def scaled_all_gather_matmul(args: Arguments) -> Exchange:
@@ -56,7 +56,7 @@ def scaled_all_gather_matmul(args: Arguments) -> Exchange:
     block = recipe(args, plain).x.k
     if not args.sends_scales:
         return plain
-    return shapes.of(scaled.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where, block)
+    return shapes.of(packed_gathers.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where, block)
 
 
 def payload_facts(args: Arguments, plain: Exchange) -> dict[str, Any]:
@@ -64,7 +64,10 @@ def payload_facts(args: Arguments, plain: Exchange) -> dict[str, Any]:
     if not args.sends_scales:
         return {"payload": None, "sent": ()}
     block = recipe(args, plain).x.k
-    return {"payload": Payload(args.x.dtype, scaled.ks_received(plain), block), "sent": scaled.ks_sent(plain)}
+    return {
+        "payload": Payload(args.x.dtype, packed_gathers.ks_received(plain), block),
+        "sent": packed_gathers.ks_sent(plain),
+    }
 
 
 def recipe(args: Arguments, plain: Exchange) -> Recipe:

@@ -22,7 +22,7 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.moves import Arrival, Moves
-from fusedcomm.plan.scaled import gathered_matmul
+from fusedcomm.plan.scaled_programs import gathered_matmul
 
 
 def push_matmul(

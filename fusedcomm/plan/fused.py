@@ -21,7 +21,7 @@ from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import peers_of
 from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
-from fusedcomm.plan.scaled import gathered_matmul
+from fusedcomm.plan.scaled_programs import gathered_matmul
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS

@@ -29,7 +29,7 @@ from fusedcomm.plan.descriptors import (
     unit,
 )
 from fusedcomm.plan.geometry.spans import RoundSpans
-from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 

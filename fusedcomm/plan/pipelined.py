@@ -33,7 +33,7 @@ from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import ALIGNED, Exchange, aligned_numel
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
-from fusedcomm.plan.scaled import gathered_matmul
+from fusedcomm.plan.scaled_programs import gathered_matmul
 
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:

@@ -18,7 +18,7 @@ from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan import builder, chunked, fused, norm_tail, pipelined, scaled
+from fusedcomm.plan import builder, chunked, fused, norm_tail, pipelined, scaled_programs
 from fusedcomm.plan.builder import Layout, Program, layout_of
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.padded_rows import padded
@@ -95,9 +95,9 @@ def build(
 def program_of(algorithm: str, name: str) -> Program:
     """A program of an algorithm with a schedule."""
     if name == "scaled_gather_matmul":
-        return partial(scaled.gather, program_of(algorithm, "gather_matmul"))
+        return partial(scaled_programs.gather, program_of(algorithm, "gather_matmul"))
     if name.startswith("scaled_"):
-        return partial(scaled.push, program_of(algorithm, name.removeprefix("scaled_")))
+        return partial(scaled_programs.push, program_of(algorithm, name.removeprefix("scaled_")))
     module = ALGORITHMS[algorithm]
     if name == "push_reduce_norm":
         return partial(norm_tail.push_reduce_norm, module.push_reduce_gather, fused=algorithm == "fused")

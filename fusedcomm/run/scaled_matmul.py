@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import BLOCK, Scaled
 
 

@@ -15,7 +15,7 @@ from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.cost import model
 from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import VALUES, Payload, Scaled
 from fusedcomm.run import reference
 from fusedcomm.run.rms_norm import rms_norm

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
-from fusedcomm.plan.geometry import scaled, shapes
-from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.geometry import packed_gathers, shapes
+from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
 from fusedcomm.testing import launch_now
 
@@ -58,7 +58,7 @@ class ScaledRound:
         num_ks, block = (workspace.group_size if dim else 1), 128 if self.recipe == "blocks" else 0
         whole_k, payload = self.k * num_ks, Payload(self.x, (self.k,) * num_ks, block)
         w_shape = whole_k, self.n
-        exchange = scaled.all_gather_matmul((self.m, self.k), [w_shape], dim, workspace.group_size, block=block)
+        exchange = packed_gathers.all_gather_matmul((self.m, self.k), [w_shape], dim, workspace.group_size, block=block)
         (spans,) = exchange.rounds(1 << 62)
         _, scale_shape = SHAPES[self.recipe](self.m, *w_shape)
 

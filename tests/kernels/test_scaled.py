@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
-from fusedcomm.plan.geometry import scaled, shapes
-from fusedcomm.plan.scaled import OfPayload
+from fusedcomm.plan.geometry import packed_gathers, shapes
+from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
@@ -77,7 +77,7 @@ def gather(
 ) -> None:
     """``k``: of one rank's x, which is packed with its scales; each rank's w is another."""
     whole_k, block = k * (size if dim else 1), 128 if recipe == "blocks" else 0
-    exchange = scaled.all_gather_matmul((m, k), [(whole_k, n)], dim, size, block=block)
+    exchange = packed_gathers.all_gather_matmul((m, k), [(whole_k, n)], dim, size, block=block)
     (spans,) = exchange.rounds(1 << 40)
     ranks = virtual_ranks(size, size * exchange.chunk_numel)
     payload = Payload(pair[0], (k,) * (size if dim else 1), block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -102,8 +102,7 @@ def losses(styles: Any, mesh: DeviceMesh, prepared: bool) -> tuple[list[Tensor],
     down = styles.RowwiseParallel(output_layouts=Shard(1))
     torch_parallel.parallelize_module(model, tp, {"gate": up, "up": up, "down": down})
     fully_shard(model, mesh=mesh["dp"])
-    assert isinstance(model, FSDPModule)
-    model.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    cast(FSDPModule, model).set_force_sum_reduction_for_comms(True)  # gloo has no other
     optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
     for seed in range(3):
         x = random(4, TOKENS, K) * (1 + seed)
