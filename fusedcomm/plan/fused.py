@@ -21,7 +21,8 @@ from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import peers_of
 from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
-from fusedcomm.plan.scaled_programs import gathered_matmul
+from fusedcomm.plan.scaled_programs import OfPayload, gathered_matmul
+from fusedcomm.plan.scaling import BLOCK
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
@@ -120,6 +121,8 @@ def gather_matmul(
     Where K is gathered, the own chunk goes through this rank's slot: the kernel adds it to the others in registers, and
     its loop loads by one descriptor. The product of another matmul would be rounded once more.
     """
+    if any(_cuts_blocks(exchange, w) for w in ws):
+        return chunked.gather_matmul(s, exchange, x, ws, biases, return_gathered)
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
     outs = chunked.results(s, exchange, ws)
     gathered = s.result(exchange.shape, x.dtype) if return_gathered else None
@@ -143,6 +146,12 @@ def gather_matmul(
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))
     return outs if gathered is None else [*outs, gathered]
+
+
+def _cuts_blocks(exchange: Exchange, w: Operand) -> bool:
+    """Whether a block of K that shares a scale of w comes from two sources."""
+    in_blocks = isinstance(w, OfPayload) and w.payload is None and w.scale.numel() > 1 and w.scale.shape[-2] > 1
+    return in_blocks and exchange.splits_columns and exchange.column_run % BLOCK > 0
 
 
 def _multiply_own(

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder
+from fusedcomm.plan import fused, launches
+from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.geometry import packed_gathers, shapes
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
+from fusedcomm.plan.schedule import Launch
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_tma
@@ -123,3 +124,22 @@ def test_by_pointer(kind: str, recipe: str) -> None:
     else:
         sizes = m, k - 77, 123
     CALLS[kind](recipe, 3, *sizes, torch.float16, PAIRS[RECIPES.index(recipe)])
+
+
+@pytest.mark.parametrize(("k", "launched"), [(128, True), (96, False)])
+def test_a_block_of_k_comes_from_one_source(k: int, launched: bool) -> None:
+    """x alone, with the scales of the caller, may be cut inside a block: `chunked` takes it."""
+    exchange = shapes.all_gather_matmul((8, k), [(2 * k, 16)], 1, 2)
+    rank = virtual_ranks(2, 2 * exchange.chunk_numel)[0]
+    given = operands(0, "blocks", 8, 2 * k, 16, PAIRS[0])
+    tensors = given.x[:, :k].contiguous(), *given[1:4]
+    s = Builder(rank.memory_facts(), rank.device_facts(), [layout_of(t) for t in tensors])
+    x, w, scale_x, scale_w = s.inputs
+    fused.gather_matmul(s, exchange, x, [OfPayload(w, scale_w, torch.bfloat16, None, scale_x)], [None], False)
+    works = [step.work for step in s.finish().steps]
+    assert any(isinstance(work, Launch) and "gather_matmul" in work.kernel for work in works) == launched
+
+
+def test_older_gpus_are_refused_with_a_reason() -> None:
+    assert fused.refuses_scaled(80) == "float8 kernels need sm_90 or later, got sm_80"
+    assert [fused.refuses_scaled(each) for each in (0, 90, 100)] == [None] * 3
