@@ -142,7 +142,8 @@ def matmul_config(
     if by_pointer or shape.shift:
         most = _ELEMENTS_OF_WARP if aligned or not by_pointer else _ELEMENTS_OF_WARP // 4
         found = found._replace(num_warps=max(found.num_warps, found.block_m * found.block_n // most))
-    return found._replace(block_k=min(found.block_k, _MAX_POINTER_K)) if by_pointer else found
+    most_k = _MAX_POINTER_K if aligned or dtype.itemsize > 1 else _MAX_POINTER_K // 2
+    return found._replace(block_k=min(found.block_k, most_k)) if by_pointer else found
 
 
 def cost(rated: Rated, shape: Shape, num_programs: int) -> int:

@@ -329,7 +329,7 @@ def spills_in_loops(cubin: Path) -> int:
     def found(pattern: str, loop: tuple[int, int]) -> int:
         return sum(loop[0] <= at <= loop[1] and bool(re.search(pattern, text)) for at, text in instructions)
 
-    multiply = [loop for loop in loops if found(r"\b(HMMA|HGMMA|UTC\w*MMA|FFMA)\b", loop)]
+    multiply = [loop for loop in loops if found(r"\b(HMMA|[HQ]GMMA|UTC\w*MMA|FFMA)\b", loop)]
     assert multiply, "no loop that multiplies"
     inner = [(a, b) for a, b in multiply if not any((a, b) != (c, d) and a <= c and d <= b for c, d in multiply)]
     return sum(found(r"\b(LDL|STL)\b", loop) for loop in inner)
