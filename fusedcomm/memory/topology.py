@@ -19,6 +19,7 @@ from fusedcomm.kernels import native_part
 from fusedcomm.memory import group, triton_probe
 from fusedcomm.memory.departures import Departures, own_life
 from fusedcomm.memory.vote import agree
+from fusedcomm.plan import tiles
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.cost.model import Constants
@@ -46,6 +47,7 @@ class Topology:
     num_hosts: int = 1
     measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
     backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
+    no_float8: str | None = None  # why fused cannot run on float8
 
     def name_of_proof(self, kind: str, algorithm: str, dtype: torch.dtype, uneven: bool) -> str:
         """``uneven``: with parts of different sizes, separate code in the algorithms."""
@@ -73,7 +75,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         own |= _found(device) | {"constants": constants.digest if constants else None}
     except OSError as error:  # without descriptors, say; the peers wait to hear of it
         reason = f"it cannot find out what it can do ({error})"
-        own |= {"host": "", "no_fused": None, "no_workspace": reason, "uuid": "", "constants": None}
+        own |= {"host": "", "no_fused": None, "no_float8": None, "no_workspace": reason, "uuid": "", "constants": None}
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
@@ -88,6 +90,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
     voted = Topology(
         no_workspace,
         no_fused=next((fact["no_fused"] for fact in facts if fact["no_fused"]), None),
+        no_float8=next((fact["no_float8"] for fact in facts if fact["no_float8"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         results_bytes=min(fact["results_bytes"] for fact in facts),
@@ -164,6 +167,7 @@ def _found(device: torch.device) -> dict[str, Any]:
     return {
         "host": env.known_host_id(),
         "no_fused": _no_fused(device),
+        "no_float8": tiles.refuses_scaled(architecture(device)),
         "no_workspace": no_native() if device.type == "cpu" else _no_kernels(device),
         "uuid": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
     }

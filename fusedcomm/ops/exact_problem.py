@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fusedcomm.ops import exchanges
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.whole_group import MatmulSize, WholeGroup
 from fusedcomm.plan.geometry import norm
 from fusedcomm.plan.geometry.cut import EVEN, Splits
@@ -110,6 +112,49 @@ class NormProblem:
     def results(self) -> list[Tensor]:
         """(normed, residual_out) of every rank, in float64."""
         return [self.out / 2 * self.weight, self.out]
+
+
+class ScaledProblem(ExactProblem):
+    """The same on float8 values. Scales of rows and columns are powers of two, so that sums stay exact."""
+
+    def __init__(self, program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool) -> None:
+        super().__init__(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
+        self.values = list(zip(self.xs, self.ws, strict=True))
+        self.scales = [(_powers(x.shape[-2]).unsqueeze(-1), _powers(w.shape[-1]).unsqueeze(0)) for x, w in self.values]
+        self.xs, self.ws = (
+            [operands[i] * scales[i] for operands, scales in zip(self.values, self.scales, strict=True)] for i in (0, 1)
+        )
+
+    def exchange(self, rank: int) -> Exchange:
+        found: Exchange = getattr(exchanges, f"scaled_{self.program.op}")(self.call(rank))
+        return found
+
+    def call(
+        self, rank: int, device: torch.device | None = None, out_dtype: torch.dtype = torch.bfloat16, name: str = ""
+    ) -> Arguments:
+        x, w, scale_x, scale_w = (t.to(device) for t in (*self.values[rank], *self.scales[rank]))
+        w = w.mT.to(torch.float8_e4m3fn).contiguous().mT
+        many = self.program.op == "all_gather_matmul"
+        return Arguments(
+            x.to(torch.float8_e4m3fn),
+            [w],
+            [self.biases[rank].to(device, out_dtype)],
+            self.num_ranks,
+            name,
+            self.splits(rank),
+            gather_dim=self.program.gather_dim or 0,
+            scatter_dim=self.program.scatter_dim or 0,
+            scale_x=scale_x,
+            scale_w=[scale_w] if many else scale_w,
+            out_dtype=out_dtype,
+        )
+
+    def scale_of_gathered(self, rank: int) -> Tensor:
+        return self.program.exchanged([scale for scale, _ in self.scales])[rank][:, :1]
+
+
+def _powers(size: int) -> Tensor:
+    return 2.0 ** (torch.arange(size, device="cpu") % 3 - 1)
 
 
 def difference(result: Tensor, expected: Tensor) -> str | None:

@@ -33,7 +33,7 @@ from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.segment import FINGERPRINT
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.ops.exact_problem import ExactProblem, NormProblem, difference
+from fusedcomm.ops.exact_problem import ExactProblem, NormProblem, ScaledProblem, difference
 from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 from fusedcomm.plan import planner
@@ -41,6 +41,7 @@ from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.planner import kind_of_proof
+from fusedcomm.plan.scaling import VALUES
 from fusedcomm.run import calls
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
@@ -49,6 +50,7 @@ NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one 
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 Problem = ExactProblem | NormProblem
 _MOST_LETTERS = 300
+_BYTES = (torch.uint8, *VALUES)  # of gathers of float8, with scales or alone: the plain ones multiply nothing
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
 
 
@@ -82,9 +84,12 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
 
 
 def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
-    programs = [each for each in PROGRAMS.values() if each.kind == kind.removesuffix("_norm")]
-    by_norm = kind.endswith("_norm")
-    problems = [_problem(each, size, ours.group_size, uneven, by_norm) for each in programs for size in SIZES]
+    base = kind.removesuffix("_norm").removesuffix("_scaled")
+    form = kind.removeprefix(base)
+    programs = [each for each in PROGRAMS.values() if each.kind == base]
+    if form == "_scaled":  # pushes send results, gathers float8
+        programs = [each for each in programs if each.gathers == (dtype in _BYTES)]
+    problems = [_problem(each, size, ours.group_size, uneven, form) for each in programs for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
     wrong = ""
     try:
@@ -109,11 +114,13 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
         own.close()
 
 
-def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool, by_norm: bool = False) -> Problem:
+def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool, form: str = "") -> Problem:
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
-    if by_norm:
+    if form == "_norm":
         return NormProblem(program, size, num_ranks)
+    if form == "_scaled":
+        return ScaledProblem(program, size, num_ranks, uneven)
     return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
 
 
@@ -128,8 +135,8 @@ def _try(results: Callable[[], list[tuple[Problem, list[Tensor]]]], rank: int, d
     """Run problems. Returns (cause, failure on this rank or ""). No exception of an algorithm may end the proof."""
     try:
         for problem, result in results():
-            for got, must in zip(result, _expected(problem, rank), strict=True):
-                if found := difference(got.cpu(), must.to(dtype)):
+            for got, must in zip(result, _expected(problem, rank, dtype), strict=True):
+                if found := difference(_wide(got.cpu()), _wide(must.to(_result_dtype(problem, dtype)))):
                     return _WRONG, f"gave wrong values: {found}"
     except PeerTimeoutError as error:
         return _LATE, f"was late: {_first_line(error)}"
@@ -190,9 +197,17 @@ def _run(
     """The results of one rank: the op's, of a gather the exchanged x, and the collective's alone."""
     if isinstance(problem, NormProblem):
         return [t for call in problem.calls(memory.rank) for t in _run_norm(*call, memory, dtype, plan)]
+    if isinstance(problem, ScaledProblem):
+        out_dtype = _result_dtype(problem, dtype)
+        call = problem.call(memory.rank, memory.device, out_dtype, memory.group_name)
+        if dtype in VALUES:
+            call = call._replace(sends_scales=False, scale_x=problem.scale_of_gathered(memory.rank).to(memory.device))
+        spec = OPS[f"scaled_{problem.program.op}"]
+        geometry = spec.exchange_of(call)
+        return calls.run(plan(spec.name, geometry), memory, spec.program, *spec.operands(call)).returned
     program, rank, group = problem.program, memory.rank, (problem.num_ranks, memory.group_name)
-    tensors = problem.xs, problem.ws, problem.biases, problem.payloads
-    x, w, bias, payload = (ts[rank].to(memory.device, dtype) for ts in tensors)
+    tensors, made = (problem.xs, problem.ws, problem.biases, problem.payloads), _result_dtype(problem, dtype)
+    x, w, bias, payload = (ts[rank].to(memory.device, made) for ts in tensors)
     args = Arguments(x, [w], [bias], *group, return_gathered=True)
     exchange = problem.exchange(rank)
     if not program.gathers:
@@ -200,7 +215,9 @@ def _run(
     alone = Arguments(payload, [], [], *group, problem.splits(rank))
     alone = alone._replace(gather_dim=program.gather_dim or 0, scatter_dim=program.scatter_dim or 0)
     found: list[Tensor] = []
-    calls_of_kind = (program.op, args, exchange), (program.kind, alone, OPS[program.kind].exchange_of(alone))
+    calls_of_kind = [(program.op, args, exchange), (program.kind, alone, OPS[program.kind].exchange_of(alone))]
+    if dtype in _BYTES:
+        calls_of_kind = calls_of_kind[1:]
     for name, call, geometry in calls_of_kind:
         spec = OPS[name]
         found += calls.run(plan(name, geometry), memory, spec.program, *spec.operands(call)).returned
@@ -219,10 +236,27 @@ def _run_norm(
     return calls.run(plan(op, exchange), memory, OPS[op].program, operands, {"eps": 0.0}).returned
 
 
-def _expected(problem: Problem, rank: int) -> list[Tensor]:
+def _result_dtype(problem: Problem, dtype: torch.dtype) -> torch.dtype:
+    """``dtype``: of what is sent."""
+    if dtype not in _BYTES:
+        return dtype
+    if isinstance(problem, ScaledProblem):
+        return torch.bfloat16
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in VALUES else t  # which torch does not compare
+
+
+def _expected(problem: Problem, rank: int, dtype: torch.dtype) -> list[Tensor]:
     if isinstance(problem, NormProblem):
         return problem.results * len([*problem.calls(rank)])
+    if isinstance(problem, ScaledProblem):
+        return [problem.results()[rank]]
     alone = problem.program.exchanged(problem.payloads)[rank]
+    if dtype in _BYTES:
+        return [alone]
     return [problem.results()[rank], *[alone] * (1 + problem.program.gathers)]
 
 

@@ -167,11 +167,6 @@ def _multiply_own(
             copy_between(s, spans.unpack.view(gathered.view(-1), 0, s.rank), chunk)
 
 
-def refuses_scaled(architecture: int) -> str | None:
-    """Why GPUs with tiles of this architecture cannot run float8 kernels; None if they can."""
-    return f"float8 kernels need sm_90 or later, got sm_{architecture}" if 0 < architecture < 90 else None
-
-
 def _rounds(s: Builder, exchange: Exchange, x: Operand) -> list[RoundSpans]:
     assert exchange.cut is None, "kernels take chunks of one size"
     return exchange.rounds(s.max_chunk_numel(x.dtype))

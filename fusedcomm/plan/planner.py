@@ -18,6 +18,7 @@ collective. Rules exclude algorithms, each with its reason:
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
     a norm behind the collective                        not pipelined  it has none
+    float8 on sm_80                                     not fused   it has no float8; chunked dequantises
 
 Of the wires left, the one runs that `cost` finds fastest for a call of that payload with a usual matmul
 (`cost.model.usual_call`); `pipelined` is one where no algorithm with a workspace can run. Of `chunked` and `fused`, the
@@ -130,7 +131,7 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
 
 def kind_of_proof(op: str) -> str:
     """The op's kind of collective; with a norm behind it, it has kernels of its own."""
-    return KINDS[op] + "_norm" * op.endswith("_norm")
+    return KINDS[op] + "_norm" * op.endswith("_norm") + "_scaled" * op.startswith("scaled_")
 
 
 def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
@@ -188,6 +189,10 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> t
     if "fused" in usable:
         if exchange.cut is not None:
             usable, note = ["chunked"], "; parts of different sizes: not fused"
+        elif op.startswith("scaled_") and (why := member.topology.no_float8):
+            if member.for_capture:
+                return "unfused", why
+            usable, note = ["chunked"], f"; {why}"
         elif member.for_capture:
             usable, note = ["fused"], "; CUDA graph: not chunked"
     failed = {name: _failed_proof(op, name, exchange, dtype, member) for name in usable}
@@ -265,7 +270,8 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
             f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
         )
     if name == "fused":
-        return topology.no_fused or _too_wide(exchange)
+        no_float8 = topology.no_float8 if op.startswith("scaled_") else None
+        return topology.no_fused or no_float8 or _too_wide(exchange)
     if name == "chunked" and member.for_capture:
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
     return None

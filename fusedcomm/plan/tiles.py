@@ -209,3 +209,8 @@ def norm_config(arch: int, n: int, itemsize: int, group_size: int) -> tuple[int,
 
 def _fitting(size: int, most: int) -> int:
     return min(most, max(16, 1 << (size - 1).bit_length()))
+
+
+def refuses_scaled(architecture: int) -> str | None:
+    """Why GPUs with tiles of this architecture cannot run float8 kernels; None if they can."""
+    return f"float8 kernels need sm_90 or later, got sm_{architecture}" if 0 < architecture < 90 else None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.plan import fused, launches
+from fusedcomm.plan import fused, launches, tiles
 from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.geometry import packed_gathers, shapes
 from fusedcomm.plan.scaled_programs import OfPayload
@@ -141,5 +141,5 @@ def test_a_block_of_k_comes_from_one_source(k: int, launched: bool) -> None:
 
 
 def test_older_gpus_are_refused_with_a_reason() -> None:
-    assert fused.refuses_scaled(80) == "float8 kernels need sm_90 or later, got sm_80"
-    assert [fused.refuses_scaled(each) for each in (0, 90, 100)] == [None] * 3
+    assert tiles.refuses_scaled(80) == "float8 kernels need sm_90 or later, got sm_80"
+    assert [tiles.refuses_scaled(each) for each in (0, 90, 100)] == [None] * 3

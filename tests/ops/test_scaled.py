@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.memory.group_member import Member
+from fusedcomm.ops import proof
 from fusedcomm.ops.table import SCALED
-from tests.helpers.groups import empty_is_nan, fresh_group
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import nightly_but
+from tests.ops.test_proof import proving, wrong_on_one_rank
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
@@ -339,3 +343,27 @@ def test_quantize(scaling_type: str, dtype: torch.dtype) -> None:
     ).all()
     assert values.abs().float().max() == torch.finfo(dtype).max and (back[t == 0] == 0).all()
     assert fusedcomm.quantize(t[:, :0], scaling_type, dtype)[0].shape == (2, 0, 300)
+
+
+@on_ranks(2)
+def test_proved_before_use(rank: int, tmp_path: Path) -> None:
+    """As GPUs prove them: exact problems of each kind, packed rows and x alone; what is planted is found."""
+    sent = {op: [torch.uint8, E4M3] if op in GATHERS else [torch.bfloat16] for op in OPS}
+    with proving(tmp_path) as (group, _):
+        ours = started(group)
+        for op, dtypes in sent.items():
+            for dtype, uneven in itertools.product(dtypes, (False, True)):
+                if not uneven or op != "scaled_matmul_all_reduce":
+                    proof.prove(op, "chunked", dtype, ours, uneven)
+        proof.prove("all_gather", "chunked", torch.uint8, ours, False)
+        assert len(ours.outcomes) >= 10 and set(ours.outcomes.values()) == {""}, ours.outcomes
+    with proving(tmp_path, wrong_on_one_rank) as (group, _):
+        ours = started(group)
+        proof.prove("scaled_all_gather_matmul", "chunked", torch.uint8, ours, False)
+        assert all("wrong values" in outcome for outcome in ours.outcomes.values()), ours.outcomes
+
+
+def started(group: Any) -> Member:
+    with fusedcomm.force_algorithm("unfused"):
+        fusedcomm.all_gather(torch.zeros(2), 0, group)
+    return member_of(group)
