@@ -16,6 +16,7 @@ _ops = torch.ops.fusedcomm
     [
         *(_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce),
         *(_ops.matmul_all_reduce_norm, _ops.matmul_reduce_scatter_norm),
+        *(_ops.scaled_matmul_all_to_all, _ops.scaled_matmul_reduce_scatter, _ops.scaled_matmul_all_reduce),
     ]
 )
 def _of_x(x_shape: Sequence[int], w_shape: Sequence[int] | None, *_: Any, **__: Any) -> int:
@@ -23,11 +24,11 @@ def _of_x(x_shape: Sequence[int], w_shape: Sequence[int] | None, *_: Any, **__: 
     return 0 if w_shape is None else 2 * math.prod(x_shape) * w_shape[-1]
 
 
-@register_flop_formula(_ops.all_to_all_matmul)
+@register_flop_formula([_ops.all_to_all_matmul, _ops.scaled_all_to_all_matmul])
 def _of_result(x_shape: Any, w_shape: Sequence[int], *_: Any, out_shape: Any, **__: Any) -> int:
     return 2 * math.prod(out_shape[0]) * w_shape[-2]
 
 
-@register_flop_formula(_ops.all_gather_matmul)
+@register_flop_formula([_ops.all_gather_matmul, _ops.scaled_all_gather_matmul])
 def _of_results(x_shape: Any, w_shapes: Sequence[Sequence[int]], *_: Any, out_shape: Any, **__: Any) -> int:
     return sum(2 * math.prod(out) * w[-2] for out, w in zip(out_shape[0], w_shapes, strict=True))

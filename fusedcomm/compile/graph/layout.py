@@ -91,8 +91,10 @@ class Layout:
     def permute(self, dims: Iterable[int]) -> Layout:
         return Layout(tuple(self._dims[d] for d in dims))
 
-    def leading(self, dim: int, size: Size) -> Factor:
-        """The factor that cuts ``dim`` into ``size`` blocks."""
+    def leading(self, dim: int, size: Size, inner: Size | None = None) -> Factor:
+        """The factor that cuts ``dim`` into ``size`` blocks, whose size may be known to be ``inner``."""
+        if inner is not None and len(self.dims[dim]) == 1 and quotient(self.dims[dim][0].size, size) is None:
+            self.dims[dim][0].parts = Factor(size), Factor(inner)  # symbols hide that it is their product
         (factor, *more), _ = take(list(self.dims[dim]), size)
         if more:
             raise CannotFuse(f"the {size} blocks of dim {dim} are not one part of any dim")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedcomm.compile.graph import split_cat
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
@@ -104,7 +105,7 @@ class Join:
         return self.part.origin
 
     def layout(self, origin: Layout) -> Layout:
-        factor = origin.leading(self.part.dim, self.num_parts)
+        factor = origin.leading(self.part.dim, self.num_parts, self.part.size)
         rest = origin.without(factor)
         if self.part.picked:
             rest = rest.permute(d for d in range(len(rest.dims)) if d != self.part.dim)
@@ -122,10 +123,18 @@ def join_of(node: Node) -> Join | None:
     first = parts[0]
     if first is None or not all(_alike(a, b) for a, b in pairwise(paths)):
         return None
-    if len({is_new for _, is_new in operands[0]}) > 1 or first.size * len(parts) != shape_of(first.origin)[first.dim]:
+    if len({is_new for _, is_new in operands[0]}) > 1 or not _fill(first, len(parts)):
         return None
     like = [Part(first.origin, first.dim, i * first.size, first.size, first.picked) for i in range(len(parts))]
     return Join(first, len(parts), paths[0], operands[1], operands[0][0][1]) if parts == like else None
+
+
+def _fill(first: Part, num_parts: int) -> bool:
+    """Whether so many parts like the first are all of their tensor, for any values of symbols or by a guard."""
+    whole = value(first.origin).shape[first.dim]
+    if first.size * num_parts == size_of(whole):
+        return True
+    return statically_known_true(whole % num_parts == 0) and size_of(whole // num_parts) == first.size
 
 
 def _from_part(node: Node) -> list[Node]:

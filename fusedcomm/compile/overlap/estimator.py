@@ -205,7 +205,7 @@ class Estimator:
         group_name = OPS[op].by_name(plain)["group_name"]
         try:
             exchange = OPS[op].exchange_of(OPS[op].bind(plain)).for_all
-            dtype = planner.dtype_name(plain[0].dtype, self.tf32)
+            dtype = planner.dtype_name(OPS[op].sent_dtype(OPS[op].bind(plain)), self.tf32)
         except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
             return self._unknown_fused(op, plain)
         chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
@@ -256,7 +256,7 @@ class Estimator:
         numel = x.numel() * (named["group_size"] if kind == "all_gather" else 1)  # elements of the matmul's input
         compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
         out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize
-        sent_bytes = out_bytes if op.startswith("matmul") else node_work.num_bytes(x)
+        sent_bytes = out_bytes if "matmul_" in op else node_work.num_bytes(x)
         transfer = self.transfer(kind, sent_bytes, named["group_name"])
         return NodeCost(compute_ms, transfer, compute_ms + transfer.ms)
 

@@ -50,7 +50,10 @@ _CONSTANTS = {"full", "zeros", "ones", "arange", "scalar_tensor", "iota", "full_
 _CONSTANTS |= {"new_full", "new_zeros", "new_ones"}
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 _ALLOCATIONS = ("empty", "new_empty", "sym_", "_assert", "device", "dtype")  # and other names of host work
-_X = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0}  # index of x; w is next
+_X = {  # index of x; w is next
+    **{aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0},
+    **{aten._scaled_mm: 0, aten._scaled_mm_v2: 0},
+}
 _ATTENTION = "_scaled_dot_product_flash_attention"
 _SAME_FLOPS = {  # ops that have the FLOP of others, which torch knows
     f"{_ATTENTION}_for_cpu": _ATTENTION,
