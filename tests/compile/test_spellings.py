@@ -16,6 +16,7 @@ from torch import Tensor
 import fusedcomm.compile
 from tests.helpers.block_checks import interpreted
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import reduce_scatter
 
 CUT = {  # blocks along a dim, first
     "stack of chunks": lambda t, d, r: torch.stack([c.contiguous() for c in t.chunk(r, d)]),
@@ -132,6 +133,30 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_spellings_are_fused(rank: int, case: tuple[Any, ...]) -> None:
     check(rank, *case)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_halves_of_a_number_of_columns_that_is_read_from_a_tensor(rank: int, is_guarded: bool) -> None:
+    """torch cuts them so: they are equal if a guard says that the number is even."""
+
+    def program(x: Tensor, w: Tensor, number: Tensor) -> Tensor:
+        n = number.item()
+        torch._check(n >= 2)
+        torch._check(n <= 8)
+        if is_guarded:
+            torch._check(n % 2 == 0)
+        y = x @ w[:, :n]
+        halves = [y.narrow(1, i * (n // 2), n // 2) for i in range(2)]
+        return reduce_scatter(torch.cat(halves), "sum", 0, dist.group.WORLD)
+
+    args = torch.arange(12.0).view(2, 6) + rank, torch.arange(48.0).view(6, 8), torch.tensor(6)
+    torch._dynamo.reset()
+    with torch.no_grad(), fusedcomm.compile.enabled() as report, torch._dynamo.config.patch(capture_scalar_outputs=True):
+        got = torch.compile(program, fullgraph=True, backend=interpreted)(*args)
+    torch.testing.assert_close(got, program(*args), rtol=0, atol=0)
+    (line,) = report.collectives
+    assert line.status == "fused" if is_guarded else "not known to be all of a tensor" in line.reason, report
 
 
 @pytest.mark.nightly

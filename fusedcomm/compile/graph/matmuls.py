@@ -14,6 +14,7 @@ from torch.nn.functional import ScalingType
 from fusedcomm.compile.graph.collectives import argument_of
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, returned, sizes
+from fusedcomm.compile.graph.split_cat import part
 from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
 from fusedcomm.plan.scaling import VALUES
 
@@ -114,6 +115,8 @@ def matmul(node: Node) -> Product:
     """Reads mm, addmm, bmm, baddbmm or _scaled_mm. Raises CannotFuse where no op of fusedcomm computes it."""
     if node.op == "call_function" and node.target in SCALED:
         return _scaled(node)
+    if node.target is aten.cat.default and part(next(iter(node.all_input_nodes))) is not None:
+        raise CannotFuse("what is exchanged are parts that are not known to be all of a tensor, in order, of equal size")
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args
