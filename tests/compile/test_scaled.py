@@ -19,6 +19,7 @@ from fusedcomm.compile.graph.sequence import Sequence
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, Answer
+from tests.helpers.block_checks import interpreted
 from tests.helpers.graphs import aten_graph, collectives_of, recorded_graphs, targets
 from tests.helpers.merge_world import fake_world
 from tests.helpers.on_ranks import on_ranks
@@ -255,6 +256,37 @@ def test_compiled(rank: int) -> None:
                 torch._dynamo.mark_dynamic(each, 0)
             torch.testing.assert_close(compiled(*args), program(*args), rtol=0, atol=0)
     assert [targets(each, "fusedcomm") for each in graphs] == [[AG, "scaled_matmul_all_reduce"]], report
+
+
+class Float8Linear(torch.autograd.Function):
+    """As torchao's: float8 in both directions, with the sequence sharded outside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        w8, one = w.to(E4M3), torch.ones((), device=x.device)
+        ctx.save_for_backward(w8, one)
+        return mm(gathered_float8(x.to(E4M3)), w8.t(), one, one, out_dtype=torch.float32, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        w8, one = ctx.saved_tensors
+        of_rows = mm(grad.to(E5M2), w8.t().contiguous().t(), one, one, out_dtype=torch.float32)
+        return reduce_scatter(of_rows, "sum", 0, world()), None
+
+
+@on_ranks(2)
+def test_trained(rank: int) -> None:
+    x, w, *_ = (each.float() for each in arguments("sharded", rank))
+    x, w = x.requires_grad_(), w.mT.contiguous()
+
+    def results(f: Callable[..., Tensor]) -> list[Tensor]:
+        y = f(x, w)
+        return [y, *torch.autograd.grad((y * (rank + 1)).sum(), x)]
+
+    with recorded_graphs() as graphs, fusedcomm.compile.enabled() as report:
+        got = results(torch.compile(Float8Linear.apply, fullgraph=True, backend=interpreted))
+    assert [targets(each, "fusedcomm") for each in graphs] == [[AG], [RS]], report
+    torch.testing.assert_close(got, results(Float8Linear.apply), rtol=0, atol=0)
 
 
 def full(one: Tensor, *shape: int) -> Tensor:
