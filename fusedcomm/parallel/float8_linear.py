@@ -76,11 +76,12 @@ class _Float8(ShardedLinear):
     def _run(self, op: str, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
         weight, bias = shards(self)
         local = shard_of(x) if isinstance(x, DTensor) else x
-        if torch.is_autocast_enabled(x.device.type):
-            local = local.to(torch.get_autocast_dtype(x.device.type))
         refuse_outside_ops(f"parallel.{type(self).__name__}", local, weight, bias)
-        move = Move(op, dim, x.shape[dim], *resolve(mesh))
-        y = unwritten(scaled_linear(local, weight, move, _casts_of(self.config)), x, self.weight, keeps_x=False)
+        device_type, move = x.device.type, Move(op, dim, x.shape[dim], *resolve(mesh))
+        if torch.is_autocast_enabled(device_type):
+            local = local.to(torch.get_autocast_dtype(device_type))
+        with torch.autocast(device_type, enabled=False):
+            y = unwritten(scaled_linear(local, weight, move, _casts_of(self.config)), x, self.weight, keeps_x=False)
         bias = bias_of_part(self.bias) if op == SCATTER else bias
         return y if bias is None else y + bias.to(y.dtype)  # after the rounding, as torchao does
 

@@ -130,7 +130,8 @@ def test_training(rank: int, prepared: bool) -> None:
 
 
 @on_ranks(2)
-def test_compiled(rank: int) -> None:
+def test_compiled_and_autocast(rank: int) -> None:
+    """Autocast casts x alone, as torchao does on GPUs."""
     skip_without("torchao")
     mesh, style = init_device_mesh("cpu", (2,)), our_parallel.ColwiseParallel(input_layouts=Shard(1))
     layer = torch_parallel.parallelize_module(float8(nn.Linear(K, N)), mesh, style)
@@ -140,16 +141,21 @@ def test_compiled(rank: int) -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), wants[0], rtol=0, atol=0)
     torch.testing.assert_close(step(compiled, x, rank), wants, rtol=0, atol=0)
+    for style in (our_parallel.ColwiseParallel(), our_parallel.RowwiseParallel(input_layouts=Replicate())):
+        layer = torch_parallel.parallelize_module(float8(nn.Linear(K, N, bias=False)), mesh, style)
+        want = layer(random(2, TOKENS, K, dtype=torch.bfloat16))
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(layer(random(2, TOKENS, K)), want, rtol=0, atol=0)
 
 
 @on_ranks(2)
 def test_what_is_left_to_torch(rank: int) -> None:
-    """A second derivative is an error; other recipes, weights that FSDP2 gathers in float8, and subclasses, reasons."""
+    """Other recipes, weights that FSDP2 gathers in float8, and subclasses have a reason."""
     skip_without("torchao")
     from torchao.float8 import CastConfig, Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    class Derived(Float8Linear):  # type: ignore[misc]
+    class Derived(Float8Linear):
         pass
 
     e5m2 = CastConfig(target_dtype=torch.float8_e5m2)

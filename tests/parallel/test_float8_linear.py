@@ -32,7 +32,8 @@ def exact(t: Tensor, dtype: torch.dtype) -> Tensor:
 @on_ranks(3)
 @pytest.mark.parametrize("op", DIMS)
 def test_a_layer(rank: int, op: str) -> None:
-    """Result and gradients are products of the operands cast as wholes; parts of tokens differ in size."""
+    """Result and gradients are products of the operands cast as wholes; parts of tokens differ in size, and a second
+    derivative is an error."""
 
     def part(t: Tensor, dim: int | None) -> Tensor:
         return t if dim is None else t.chunk(3, dim)[rank]
@@ -56,3 +57,8 @@ def test_a_layer(rank: int, op: str) -> None:
             if found is not None:
                 torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
         assert (x.grad is None, weight.grad is None) == (frozen == "x", frozen == "weight")
+    x.requires_grad_()
+    y = scaled_linear(x, weight.detach(), Move(op, 1, TOKENS, *resolve(None)), CASTS)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
