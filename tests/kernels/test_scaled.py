@@ -117,13 +117,13 @@ def test_by_tensor_descriptor(kind: str, recipe: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(("kind", "recipe"), nightly_but([("gather K", "rows")], ALL))
 def test_by_pointer(kind: str, recipe: str) -> None:
-    """K and N of odd sizes, 3 ranks."""
-    m, k, n = SIZES[kind]
+    """K and N of odd sizes."""
+    m, k, n, size = *SIZES[kind], 4 if recipe == "tensor" else 3
     if recipe == "blocks":  # which no rank's part cuts
         sizes = m, k - (5 if kind == "gather" else 0), 384 if kind == "push" else n - 1
     else:
-        sizes = m, k - 77, 123
-    CALLS[kind](recipe, 3, *sizes, torch.float16, PAIRS[RECIPES.index(recipe)])
+        sizes = m, k - 77, 41 * size
+    CALLS[kind](recipe, size, *sizes, torch.float16, PAIRS[RECIPES.index(recipe)])
 
 
 @pytest.mark.parametrize(("k", "launched"), [(128, True), (96, False)])
