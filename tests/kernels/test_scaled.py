@@ -105,9 +105,10 @@ def gather(
 SIZES = {"push": (19, 144, 256), "gather": (19, 144, 150), "gather K": (19, 128, 150)}
 CALLS = {"push": push, "gather": gather, "gather K": lambda *args: gather(*args, dim=1)}
 ALL = [(kind, recipe) for kind in CALLS for recipe in RECIPES]
+OFTEN = [("push", "rows"), ("push", "blocks"), ("gather", "tensor"), ("gather", "blocks"), ("gather K", "rows")]
 
 
-@pytest.mark.parametrize(("kind", "recipe"), ALL)
+@pytest.mark.parametrize(("kind", "recipe"), nightly_but(OFTEN, ALL))
 def test_by_tensor_descriptor(kind: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     described = by_tma(monkeypatch, "describe_w", TileConfig(32, 64, 32, 2, 4, 1, True))
     i = ALL.index((kind, recipe))
@@ -143,3 +144,21 @@ def test_a_block_of_k_comes_from_one_source(k: int, launched: bool) -> None:
 def test_older_gpus_are_refused_with_a_reason() -> None:
     assert tiles.refuses_scaled(80) == "float8 kernels need sm_90 or later, got sm_80"
     assert [tiles.refuses_scaled(each) for each in (0, 90, 100)] == [None] * 3
+
+
+def test_a_failed_gather_is_nan() -> None:
+    """Zeros of rank 0 are there, those of rank 1 never come."""
+    exchange = packed_gathers.all_gather_matmul((4, 32), [(32, 16)], 0, 2)
+    (spans,) = exchange.rounds(1 << 40)
+    rank = virtual_ranks(2, 2 * exchange.chunk_numel)[0]
+    rank.word(rank.layout.timeout)[0] = int(0.2e9)
+    launch_now.pack(torch.zeros(exchange.packed[0], dtype=torch.uint8), spans, rank, FINGERPRINT)
+
+    def program(s: Builder, got: Tensor, w: Tensor, scale_w: Tensor) -> None:
+        weight = OfPayload(w, scale_w, got.dtype, Payload(E4M3, (32,), 0))
+        launches.gather_matmul(s, got, weight, None, spans, end_round=True)
+
+    got, w = torch.zeros(exchange.out_shape), torch.zeros(16, 32).to(E4M3).mT
+    launch_now.prepared(program, rank, FINGERPRINT, got, w, torch.ones(1, 16))()
+    assert got.isnan().all()
+    rank.assert_idle(1, failed=True)
