@@ -13,7 +13,7 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Described
 
-_LEAST_BLOCK_K = 16  # of tensor cores, at 2 bytes an element
+_LEAST_BLOCK_K = 16  # of tensor cores, at 2 bytes an element or more; 32 at 1 byte
 _TMA_ALIGNMENT = 16  # bytes: bases and strides of tensor descriptors
 _INT32_MAX = 2**31 - 1  # descriptors are indexed by int32
 _DESCRIBED_BYTES = 1 << 40  # strides of descriptors are below it
@@ -67,8 +67,8 @@ def can_describe_slots(spans: RoundSpans, group_size: int, itemsize: int, row_nu
     """Whether a tensor descriptor can load every source's chunk [batches * rows, columns]: in whole blocks of K, or as
     one run, behind which lie zeros. ``row_numel``: elements from a row to the next.
     """
-    columns = spans.columns
-    if columns.size == 0 or (columns.inner < columns.size and columns.inner % _LEAST_BLOCK_K):
+    columns, least = spans.columns, _LEAST_BLOCK_K * (2 if itemsize == 1 else 1)
+    if columns.size == 0 or (columns.inner < columns.size and columns.inner % least):
         return False
     num_rows = group_size * (spans.chunk_numel // row_numel)
     return are_multiples_of_16(row_numel * itemsize) and max(num_rows, columns.size) <= _INT32_MAX

@@ -64,6 +64,15 @@ def test_chunks_of_whole_blocks_have_a_descriptor(shape: tuple[int, ...], gather
     assert descriptors.can_describe_slots(spans, 2, 2, spans.columns.size) == described
 
 
+@pytest.mark.parametrize(("run", "described"), [(16, [True, False]), (32, [True, True]), (40, [False, False])])
+def test_a_box_of_a_run_of_k_is_a_step_of_the_tensor_cores(run: int, described: list[bool]) -> None:
+    """16 elements of 2 bytes, 32 of float8."""
+    exchange = shapes.all_to_all_matmul((4, 3, 1, run), (3 * 2 * run, 8), 2, 0, 2)
+    (spans,) = exchange.rounds(1 << 62)
+    found = [descriptors.can_describe_slots(spans, 2, itemsize, spans.columns.size) for itemsize in (2, 1)]
+    assert spans.columns.inner == run and found == described
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
     def described(step: int) -> bool:
