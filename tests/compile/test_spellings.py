@@ -152,7 +152,11 @@ def test_halves_of_a_number_of_columns_that_is_read_from_a_tensor(rank: int, is_
 
     args = torch.arange(12.0).view(2, 6) + rank, torch.arange(48.0).view(6, 8), torch.tensor(6)
     torch._dynamo.reset()
-    with torch.no_grad(), fusedcomm.compile.enabled() as report, torch._dynamo.config.patch(capture_scalar_outputs=True):
+    with (
+        torch.no_grad(),
+        fusedcomm.compile.enabled() as report,
+        torch._dynamo.config.patch(capture_scalar_outputs=True),
+    ):
         got = torch.compile(program, fullgraph=True, backend=interpreted)(*args)
     torch.testing.assert_close(got, program(*args), rtol=0, atol=0)
     (line,) = report.collectives

@@ -116,7 +116,7 @@ def matmul(node: Node) -> Product:
     if node.op == "call_function" and node.target in SCALED:
         return _scaled(node)
     if node.target is aten.cat.default and part(next(iter(node.all_input_nodes))) is not None:
-        raise CannotFuse("what is exchanged are parts that are not known to be all of a tensor, in order, of equal size")
+        raise CannotFuse("what is exchanged are parts that are not known to be all of a tensor, of equal size")
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedcomm.compile.graph import split_cat
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
-from fusedcomm.compile.graph.split_cat import SELECT, SLICE, Part, args_of, part, shape_of
+from fusedcomm.compile.graph.split_cat import SELECT, SLICE, Part, args_of, part
 
 aten = torch.ops.aten
 
