@@ -323,6 +323,18 @@ NEAR_MISSES: dict[str, tuple[Program, str]] = {
         ),
         "the sum of scaled matmuls",
     ),
+    "cast behind": (
+        lambda x, w, one: mm(all_gather(x.to(torch.int8), 0, world()).to(E4M3), w, one, one, out_dtype=BF16),
+        "torch.float8_e4m3fn would be sent in place of torch.int8, and not all ranks agreed to it",
+    ),
+    "bytes of another kind": (
+        lambda x, w, one: mm(all_gather(x.view(torch.int8), 0, world()).view(E4M3), w, one, one, out_dtype=BF16),
+        "torch.float8_e4m3fn would be sent in place of torch.int8, and not all ranks agreed to it",
+    ),
+    "cast bytes": (
+        lambda x, w, one: mm(all_gather(x.to(torch.uint8), 0, world()).to(E4M3), w, one, one, out_dtype=BF16),
+        "torch.float8_e4m3fn would be sent in place of torch.uint8, and not all ranks agreed to it",
+    ),
     "right operand": (
         lambda x, w, one: mm(x, gathered(w.mT).mT, one, one, out_dtype=BF16),
         "what arrives is the right operand of the matmul",

@@ -42,7 +42,7 @@ class AllGatherMatmulMatch:
 
     @property
     def dtype(self) -> torch.dtype:
-        return value(self.reader.node).dtype
+        return self.gathered.dtype_sent_for(self.reader)
 
     @property
     def sent(self) -> SentDims:

@@ -14,7 +14,6 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter
-from fusedcomm.compile.graph.views import value
 from fusedcomm.plan.geometry.cut import EVEN
 
 OP = "all_to_all_matmul"
@@ -37,7 +36,7 @@ class AllToAllMatmulMatch:
 
     @property
     def dtype(self) -> torch.dtype:
-        return value(self.reader.node).dtype
+        return self.gathered.dtype_sent_for(self.reader)
 
     @property
     def sent(self) -> SentDims:

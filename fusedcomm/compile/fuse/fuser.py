@@ -175,9 +175,8 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
         return f"{len(others) + 1} exchanges of one x would be one"
     if first.start.name in changed:
         return "what all ranks have changed would be fused"  # else it stays with the group's backend
-    sent = value(first.sent).dtype
-    if match.dtype != sent and not match.dtype.itemsize == sent.itemsize == 1:  # bytes
-        return f"{match.dtype} would be sent in place of {sent}"
+    if match.dtype != value(first.sent).dtype:
+        return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
     if not match.keeps_order:
         return "it would send other chunks than the collective, or another order of them"
     operands = [operand for product in match.products for operand in product.operands]

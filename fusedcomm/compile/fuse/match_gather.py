@@ -16,7 +16,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
-from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, matmul, name_of
+from fusedcomm.compile.graph.matmuls import BYTES, MATMULS, SCALED, Product, matmul, name_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
 from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value, viewed_bytes
 
@@ -154,6 +154,11 @@ class Gathered:
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtypes: Sequence[torch.dtype]) -> Node:
         x = rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims))))
         return rewriter.cast(rewriter.viewed(x, dtypes[0]), dtypes[-1])
+
+    def dtype_sent_for(self, reader: Reader) -> torch.dtype:
+        """What an op sends; float8 values are the bytes that the collective may send."""
+        own, is_cast = value(self.collective.sent).dtype, reader.dtypes[0] != reader.dtypes[-1]
+        return own if own in BYTES and not is_cast else reader.dtypes[-1]
 
     def rows(self, sent: SentDims, gathered: bool) -> list[Size]:
         """The dims of the op's rows: of its gathered x, or of x."""

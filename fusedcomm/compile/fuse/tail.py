@@ -53,12 +53,8 @@ def find(reduced: Reduced, received: Layout, product: Layout) -> Tail:
     """The tail of the reduction of a product. Raises CannotFuse."""
     collective, columns = reduced.collective, product.dims[-1]
     y, layout = follow(collective.wait, received)[-1]
-    if (
-        collective.reduce_op != "sum"
-        or reduced.product.bias is not None
-        or reduced.product.scales
-        or reduced.blocks in columns
-    ):
+    is_plain = (reduced.product.bias, reduced.product.scales) == (None, None)
+    if collective.reduce_op != "sum" or not is_plain or reduced.blocks in columns:
         raise CannotFuse(NO_TAIL)
     if value(y).device.type != "cpu":  # on GPUs the planner runs few rows unfused until one has measured them
         raise CannotFuse(NO_TAIL)
