@@ -79,20 +79,24 @@ def scaled_matmul_all_to_all(
         x: [..., K], float8_e4m3fn or float8_e5m2.
         w: [K, N], or [..., K, N] with x's batch dims, likewise; not both float8_e5m2. CUDA kernels read it with K
             contiguous, ``w.stride(-2) == 1``, and copy others.
-        scale_x: float32; with scale_w it tells the recipe, named by torch's ScalingType:
-
-            - TensorWise: scale_x and scale_w [] or [1].
-            - RowWise: scale_x [..., 1], scale_w [..., 1, N].
-            - BlockWise1x128 and BlockWise128x128: scale_x [..., ceil(K / 128)], scale_w
-              [..., ceil(K / 128), ceil(N / 128)]. K and N may be cut at multiples of 128 alone.
-
-            Each rank's x has its own. See `quantize`.
+        scale_x: float32; with scale_w it tells the recipe, by torch's names: TensorWise [] or [1], and so scale_w;
+            RowWise [..., 1], scale_w [..., 1, N]; BlockWise1x128 [..., ceil(K / 128)], and BlockWise128x128 of w
+            [..., ceil(K / 128), ceil(N / 128)], where K and N are cut at multiples of 128 alone. Each rank's x has its
+            own. See `quantize`.
         scale_w: float32, likewise.
+        gather_dim: as in `matmul_all_to_all`.
+        scatter_dim: likewise.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
+        out_shape: as in `matmul_all_to_all`.
+        gather_splits: likewise.
+        gather_size: likewise.
+        scatter_splits: likewise.
+        scatter_ranges: likewise.
 
-    The other arguments, the result and the errors are those of `matmul_all_to_all`. Products are added in float32.
-    There are no gradients: a tensor that requires grad is a RuntimeError.
+    The result and the errors are those of `matmul_all_to_all`. Products are added in float32. There are no gradients: a
+    tensor that requires grad is a RuntimeError.
 
     Example, on each of 2 ranks::
 
@@ -141,9 +145,22 @@ def scaled_all_to_all_matmul(
     """`all_to_all_matmul` of float8 x and w with scales: x travels in float8, each row with its scales behind it.
 
     Each source's rows, or its part of K, are multiplied by the scales that it sent. Where K is gathered or scattered,
-    the dims of K before that one have size 1, and beside block-wise scales each part is a multiple of 128. scale_x has
-    the dims of x that are not K, and [1] or [ceil(K / 128)], for this rank's K. The other arguments are those of
-    `all_to_all_matmul` and `scaled_matmul_all_to_all`.
+    the dims of K before that one have size 1, and beside block-wise scales each part is a multiple of 128.
+
+    Args:
+        x: as in `all_to_all_matmul`, float8.
+        w: as in `scaled_matmul_all_to_all`.
+        scale_x: likewise: the dims of x that are not K, and [1], or [ceil(K / 128)] of this rank's K.
+        scale_w: likewise.
+        gather_dim: as in `all_to_all_matmul`.
+        scatter_dim: likewise.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        bias: [N], of out_dtype.
+        out_dtype: bfloat16, float16 or float32, of the result.
+        gather_splits: as in `all_to_all_matmul`.
+        gather_size: likewise.
+        scatter_splits: likewise.
+        scatter_ranges: likewise.
 
     Example, on each of 2 ranks::
 
@@ -186,8 +203,19 @@ def scaled_all_gather_matmul(
 ) -> Any:
     """`all_gather_matmul` of float8 x and w with scales: x travels in float8, each row with its scales behind it.
 
-    Each source's rows, or its part of K, are multiplied by the scales that it sent. A list of w has a list of scale_w,
-    of one recipe. The other arguments are those of `all_gather_matmul` and `scaled_matmul_all_to_all`.
+    Each source's rows, or its part of K, are multiplied by the scales that it sent.
+
+    Args:
+        x: as in `all_gather_matmul`, float8.
+        w: as in `scaled_matmul_all_to_all`, or a list.
+        scale_x: as there.
+        scale_w: as there; for a list of w a list, of one recipe.
+        gather_dim: as in `all_gather_matmul`.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        bias: [N], of out_dtype; for a list of w None or a list.
+        out_dtype: bfloat16, float16 or float32, of the results.
+        gather_splits: as in `all_gather_matmul`.
+        gather_size: likewise.
 
     Example, on each of 2 ranks::
 
@@ -235,7 +263,19 @@ def scaled_matmul_reduce_scatter(
     """`matmul_reduce_scatter` of float8 x and w with scales. Partial sums are rounded to out_dtype, added in float32 in
     rank order, and rounded once more.
 
-    The arguments are those of `matmul_reduce_scatter` and `scaled_matmul_all_to_all`.
+    Args:
+        x: [..., K], as in `scaled_matmul_all_to_all`.
+        w: likewise.
+        scale_x: likewise.
+        scale_w: likewise.
+        scatter_dim: as in `matmul_reduce_scatter`.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        reduce_op: as in `matmul_reduce_scatter`.
+        bias: as there, of out_dtype.
+        partial_bias: as there, of out_dtype.
+        out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
+        scatter_splits: as in `matmul_reduce_scatter`.
+        scatter_ranges: likewise.
 
     Example, on each of 2 ranks::
 
@@ -279,7 +319,16 @@ def scaled_matmul_all_reduce(
     """`matmul_all_reduce` of float8 x and w with scales. Partial sums are rounded to out_dtype, added in float32 in
     rank order, and rounded once more.
 
-    The arguments are those of `matmul_all_reduce` and `scaled_matmul_all_to_all`.
+    Args:
+        x: [..., K], as in `scaled_matmul_all_to_all`.
+        w: likewise.
+        scale_x: likewise.
+        scale_w: likewise.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        reduce_op: as in `matmul_all_reduce`.
+        bias: as there, of out_dtype.
+        partial_bias: as there, of out_dtype.
+        out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
 
     Example, on each of 2 ranks::
 
