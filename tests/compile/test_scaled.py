@@ -311,17 +311,17 @@ def swizzled(x: Tensor, w: Tensor, one: Tensor) -> Tensor:
 NEAR_MISSES: dict[str, tuple[Program, str]] = {
     "float8 result": (
         lambda x, w, one: reduced_by(x, w, one, out_dtype=E4M3).float(),
-        "the matmul's result is of torch.float8_e4m3fn",
+        "the matmul's dtype is torch.float8_e4m3fn of torch.float8_e4m3fn and",
     ),
-    "scale_result": (lambda x, w, one: reduced_by(x, w, one, scale_result=one), "or scaled"),
+    "scale_result": (lambda x, w, one: reduced_by(x, w, one, scale_result=one), "and of the operands alone"),
     "bias of float32": (lambda x, w, one: reduced_by(x, w, one, bias=full(one, 128)), "the bias has another dtype"),
     "block-wise": (block_wise, "are BlockWise128x128 and BlockWise1x128, and must be TensorWise or RowWise"),
-    "swizzled": (swizzled, "are swizzled"),
+    "swizzled": (swizzled, "are RowWise, and must be TensorWise or RowWise, in float32, not swizzled"),
     "two matmuls": (
         lambda x, w, one: funcol.all_reduce(
             mm(x, w, one, one, out_dtype=BF16) + mm(x, w, one, one * 2, out_dtype=BF16), "sum", world()
         ),
-        "the sum of scaled matmuls",
+        "the sum of matmuls with biases, batches or scales",
     ),
     "cast behind": (
         lambda x, w, one: mm(all_gather(x.to(torch.int8), 0, world()).to(E4M3), w, one, one, out_dtype=BF16),

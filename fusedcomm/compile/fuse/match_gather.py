@@ -79,8 +79,12 @@ class Gathered:
     def _consumer(self, reader: Reader, user: Node) -> Product:
         found = matmul(user)
         if found.xs[0] is not reader.node:
-            which = "a scale" if reader.node in (found.scales or ()) else "the right operand"
-            raise CannotFuse(f"what arrives is {which} of the matmul")
+            is_scale = reader.node in (found.scales or ())
+            raise CannotFuse(
+                "what arrives is a scale of the matmul"
+                if is_scale
+                else "what arrives is the right operand of the matmul"
+            )
         nodes = {each.node for each in self.readers}
         if any(depends_on(operand, nodes) for operand in found.operands):
             raise CannotFuse("the weight is computed from what arrives")

@@ -117,7 +117,7 @@ def matmul(node: Node) -> Product:
     if node.op == "call_function" and node.target in SCALED:
         return _scaled(node)
     if node.target is aten.cat.default and part(next(iter(node.all_input_nodes))) is not None:
-        raise CannotFuse("what is exchanged are parts that are not known to be all of a tensor, of equal size")
+        raise CannotFuse("what is exchanged is not the result of a matmul but parts that are not known to be all of it")
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args
@@ -134,20 +134,27 @@ def _scaled(node: Node) -> Product:
     """Of float8 operands. ``use_fast_accum`` allows sums of fewer bits, and the ops', in float32, are as good."""
     given, y = partial(argument_of, node), value(node)
     x, w, bias = given("self"), given("mat2"), given("bias")
-    if given("scale_result") is not None or y.dtype not in DTYPES:
-        raise CannotFuse(f"the matmul's result is of {y.dtype} or scaled: it must be float32, float16 or bfloat16")
-    if not {value(x).dtype, value(w).dtype} <= {*VALUES} or value(x).dtype == value(w).dtype == torch.float8_e5m2:
-        raise CannotFuse(f"{name_of(node)} multiplies {value(x).dtype} and {value(w).dtype}")
+    dtypes = value(x).dtype, value(w).dtype
+    if not {*dtypes} <= {*VALUES} or {*dtypes} == {torch.float8_e5m2} or y.dtype not in DTYPES:
+        of_both = f"{y.dtype} of {' and '.join(map(str, dtypes))}"
+        raise CannotFuse(f"the matmul's dtype is {of_both}, and must be float32, float16 or bfloat16 of float8")
     recipes = {ScalingType(each).name for name in ("recipe_a", "recipe_b") for each in given(name) or ()}
     scales = [each[0] if isinstance(each, (list, tuple)) else each for each in (given("scale_a"), given("scale_b"))]
     shapes, (m, n) = [sizes_of(value(each)) for each in scales], sizes_of(y)
     is_one, by_row = (all(size == 1 for shape in shapes for size in shape), shapes == [[m, 1], [1, n]])
-    special = given("contraction_dim") or any([*(given("swizzle_a") or ()), *(given("swizzle_b") or ())])
-    if not (is_one or by_row) or recipes not in ({*()}, {"TensorWise"}, {"RowWise"}) or special:
-        named = "swizzled" if special else " and ".join(sorted(recipes)) or f"of shapes {shapes[0]} and {shapes[1]}"
-        raise CannotFuse(f"the scales of {name_of(node)} are {named}, and must be TensorWise or RowWise")
-    if any(value(each).dtype != torch.float32 for each in scales):
-        raise CannotFuse(f"the scales of {name_of(node)} are not of float32")
+    special = [
+        given("scale_result"),
+        given("contraction_dim"),
+        *(given("swizzle_a") or ()),
+        *(given("swizzle_b") or ()),
+    ]
+    plain = not any(special) and all(value(each).dtype == torch.float32 for each in scales)
+    if not (plain and (is_one or by_row) and recipes in ({*()}, {"TensorWise"}, {"RowWise"})):
+        named = " and ".join(sorted(recipes)) or f"of shapes {shapes[0]} and {shapes[1]}"
+        raise CannotFuse(
+            f"the scales of {name_of(node)} are {named}, and must be TensorWise or RowWise, in float32, not swizzled, "
+            "and of the operands alone"
+        )
     layout = Layout.of(y.shape)
     of_bias = None if bias is None else _bias(bias, node)
     return Product(node, (x,), (w,), of_bias, layout, layout, Scales(scales[0], scales[1], by_row and not is_one))
@@ -182,10 +189,8 @@ def check_single_use(path: list[Node], user: Node) -> None:
 
 
 def _sum(node: Node, a: Product, b: Product) -> Product:
-    if a.bias is not None or b.bias is not None or a.batched or b.batched:
-        raise CannotFuse("it is the sum of matmuls with biases or batches")
-    if a.scales or b.scales:
-        raise CannotFuse("it is the sum of scaled matmuls, of which each has its own scales")
+    if any(each.bias is not None or each.batched or each.scales for each in (a, b)):
+        raise CannotFuse("it is the sum of matmuls with biases, batches or scales")
     if a.y.shape != b.y.shape or [f.size for f in a.layout.order] != [f.size for f in b.layout.order]:
         raise CannotFuse("it is the sum of matmuls of different shapes")
     if a.layout.order != a.y.order or b.layout.order != b.y.order:
