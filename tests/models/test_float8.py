@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from typing import Any, cast
 
 import pytest
@@ -17,9 +18,11 @@ from torch.nn import functional as F
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
-from tests.models.case import skip_without
 
-pytestmark = pytest.mark.nightly
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed; `make models` installs it"),
+]
 
 K, N, TOKENS = 32, 48, 8
 GATHER, SCATTER, REDUCE = "scaled_all_gather_matmul", "scaled_matmul_reduce_scatter", "scaled_matmul_all_reduce"
@@ -58,7 +61,6 @@ def step(layer: nn.Module, x: Tensor, rank: int) -> list[Any]:
 @pytest.mark.parametrize("config", [{}, {"round_scales_to_power_of_2": True}, {"emulate": True}], ids=str)
 def test_a_layer(rank: int, case: str, dtype: torch.dtype, config: dict[str, bool]) -> None:
     """Results and gradients are bit for bit those of torch's style, but for a bias after a sum and emulated scales."""
-    skip_without("torchao")
     name, layouts, ops = CASES[case]
     mesh = init_device_mesh("cpu", (2,))
     for bias in (False, True):
@@ -119,7 +121,6 @@ def losses(styles: Any, mesh: DeviceMesh, prepared: bool) -> tuple[list[Tensor],
 @pytest.mark.parametrize("prepared", [False, True])
 def test_training(rank: int, prepared: bool) -> None:
     """Losses and weights of three steps with FSDP2. An x gathered by `PrepareModuleInput` is torchao's to cast."""
-    skip_without("torchao")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     wants, _ = losses(torch_parallel, mesh, prepared)
     found, model = losses(our_parallel, mesh, prepared)
@@ -132,9 +133,8 @@ def test_training(rank: int, prepared: bool) -> None:
 @on_ranks(2)
 def test_compiled_and_autocast(rank: int) -> None:
     """Autocast casts x alone, as torchao does on GPUs."""
-    skip_without("torchao")
-    mesh, style = init_device_mesh("cpu", (2,)), our_parallel.ColwiseParallel(input_layouts=Shard(1))
-    layer = torch_parallel.parallelize_module(float8(nn.Linear(K, N)), mesh, style)
+    mesh, tokens = init_device_mesh("cpu", (2,)), our_parallel.ColwiseParallel(input_layouts=Shard(1))
+    layer = torch_parallel.parallelize_module(float8(nn.Linear(K, N)), mesh, tokens)
     x = random(2, TOKENS, K).chunk(2, 1)[rank]
     wants = step(copy.deepcopy(layer), x, rank)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -151,7 +151,6 @@ def test_compiled_and_autocast(rank: int) -> None:
 @on_ranks(2)
 def test_what_is_left_to_torch(rank: int) -> None:
     """Other recipes, weights that FSDP2 gathers in float8, and subclasses have a reason."""
-    skip_without("torchao")
     from torchao.float8 import CastConfig, Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
