@@ -91,7 +91,7 @@ def recipe(args: Arguments, plain: Exchange) -> Recipe:
 def _in_whole_blocks(args: Arguments, exchange: Exchange) -> Exchange:
     """Raises ValueError where N is cut inside a block of columns with one scale."""
     block = recipe(args, exchange).w.rows
-    if block and exchange.splits_columns:
+    if block and exchange.splits_columns and exchange.group_size > 1:
         inner = math.prod(exchange.shape[exchange.split_dim + 1 :])
         sizes = exchange.block[exchange.split_dim : exchange.split_dim + 1]
         if exchange.cut is not None and exchange.cut.scattered is not None:

@@ -198,13 +198,7 @@ def _run(
     if isinstance(problem, NormProblem):
         return [t for call in problem.calls(memory.rank) for t in _run_norm(*call, memory, dtype, plan)]
     if isinstance(problem, ScaledProblem):
-        out_dtype = _result_dtype(problem, dtype)
-        call = problem.call(memory.rank, memory.device, out_dtype, memory.group_name)
-        if dtype in VALUES:
-            call = call._replace(sends_scales=False, scale_x=problem.scale_of_gathered(memory.rank).to(memory.device))
-        spec = OPS[f"scaled_{problem.program.op}"]
-        geometry = spec.exchange_of(call)
-        return calls.run(plan(spec.name, geometry), memory, spec.program, *spec.operands(call)).returned
+        return _run_scaled(problem, memory, dtype, plan)
     program, rank, group = problem.program, memory.rank, (problem.num_ranks, memory.group_name)
     tensors, made = (problem.xs, problem.ws, problem.biases, problem.payloads), _result_dtype(problem, dtype)
     x, w, bias, payload = (ts[rank].to(memory.device, made) for ts in tensors)
@@ -236,6 +230,22 @@ def _run_norm(
     return calls.run(plan(op, exchange), memory, OPS[op].program, operands, {"eps": 0.0}).returned
 
 
+def _run_scaled(
+    problem: ScaledProblem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
+) -> list[Tensor]:
+    """The results with scales behind the rows, and of x alone, which graphs send as bytes too."""
+    rank, spec = memory.rank, OPS[f"scaled_{problem.program.op}"]
+    forms = [problem.call(rank, memory.device, _result_dtype(problem, dtype), memory.group_name)]
+    if problem.program.gathers:
+        scale_x = problem.scale_of_gathered(rank).to(memory.device)
+        forms.append(forms[0]._replace(sends_scales=False, scale_x=scale_x))
+    found: list[Tensor] = []
+    for call in forms:
+        geometry = spec.exchange_of(call)
+        found += calls.run(plan(spec.name, geometry), memory, spec.program, *spec.operands(call)).returned
+    return found
+
+
 def _result_dtype(problem: Problem, dtype: torch.dtype) -> torch.dtype:
     """``dtype``: of what is sent."""
     if dtype not in _BYTES:
@@ -253,7 +263,7 @@ def _expected(problem: Problem, rank: int, dtype: torch.dtype) -> list[Tensor]:
     if isinstance(problem, NormProblem):
         return problem.results * len([*problem.calls(rank)])
     if isinstance(problem, ScaledProblem):
-        return [problem.results()[rank]]
+        return [problem.results()[rank]] * (1 + problem.program.gathers)
     alone = problem.program.exchanged(problem.payloads)[rank]
     if dtype in _BYTES:
         return [alone]

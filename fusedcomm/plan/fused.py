@@ -22,7 +22,7 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import peers_of
 from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.plan.scaled_programs import OfPayload, gathered_matmul
-from fusedcomm.plan.scaling import BLOCK
+from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
@@ -74,7 +74,7 @@ def push_reduce_gather(
     scale: float,
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums."""
-    if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
+    if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(exchange, w):
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, scale=scale)
     x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
@@ -148,9 +148,13 @@ def gather_matmul(
     return outs if gathered is None else [*outs, gathered]
 
 
-def _cuts_blocks(exchange: Exchange, w: Operand) -> bool:
-    """Whether a block of K that shares a scale of w comes from two sources."""
-    in_blocks = isinstance(w, OfPayload) and w.payload is None and w.scale.numel() > 1 and w.scale.shape[-2] > 1
+def _cuts_blocks(exchange: Exchange, w: Operand | None) -> bool:
+    """Whether a block that shares a scale of w comes from two sources, or, where an all_reduce cuts columns, is of two
+    owners.
+    """
+    if not isinstance(w, Scaled) or w.scale.numel() == 1 or (isinstance(w, OfPayload) and w.payload is not None):
+        return False
+    in_blocks = w.scale.shape[-2] > 1 if exchange.gathers else w.scale.shape[-1] < w.shape[-1]
     return in_blocks and exchange.splits_columns and exchange.column_run % BLOCK > 0
 
 

@@ -175,6 +175,8 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
         return f"{len(others) + 1} exchanges of one x would be one"
     if first.start.name in changed:
         return "what all ranks have changed would be fused"  # else it stays with the group's backend
+    if value(first.sent).device.type == "cuda" and any(product.scales for product in match.products):
+        return "scaled matmuls have proofs of their own, which all ranks make together"
     if match.dtype != value(first.sent).dtype:
         return f"{match.dtype} would be sent in place of {value(first.sent).dtype}"
     if not match.keeps_order:
