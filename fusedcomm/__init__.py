@@ -28,6 +28,14 @@ from fusedcomm.ops.explain import explain
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_all_to_all import matmul_all_to_all
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.ops.moe import (
+    dispatch_grouped_matmul,
+    grouped_matmul_combine,
+    moe_combine,
+    moe_counts,
+    moe_dispatch,
+    moe_overflow,
+)
 from fusedcomm.ops.norms import all_reduce_norm, matmul_all_reduce_norm, matmul_reduce_scatter_norm
 from fusedcomm.ops.plain import all_gather, all_reduce, all_to_all, reduce_scatter
 from fusedcomm.ops.scaled import (
@@ -63,14 +71,20 @@ __all__ = [
     "all_to_all_matmul",
     "before_capture",
     "close",
+    "dispatch_grouped_matmul",
     "explain",
     "force_algorithm",
+    "grouped_matmul_combine",
     "inference",
     "matmul_all_reduce",
     "matmul_all_reduce_norm",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "matmul_reduce_scatter_norm",
+    "moe_combine",
+    "moe_counts",
+    "moe_dispatch",
+    "moe_overflow",
     "nccl_options",
     "nn",
     "parallel",

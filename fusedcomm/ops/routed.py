@@ -1,0 +1,267 @@
+"""torch's ops of a mixture of experts: kernels, fakes and gradients. `fusedcomm.ops.moe` has the public functions.
+
+A dispatch and a combine are each other's gradient. `moe_send` is a dispatch by a routing that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedcomm.memory import dumps, exits, flight_recorder, group
+from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.memory.group_member import Member, WorkspaceUnavailable, on_device
+from fusedcomm.memory.members import member
+from fusedcomm.ops.call_check import same_collective
+from fusedcomm.ops.library import lib, refuse_transforms
+from fusedcomm.plan import planner
+from fusedcomm.plan.call_plan import fingerprint_of
+from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.routing import Routing, counts_of, pack, packed_shape
+from fusedcomm.run.routed_rows import ByCollective, InPlace, grouped_matmul, grouped_outer, weighed
+
+Way = ByCollective | InPlace
+_GROUP = "int group_size, str group_name"
+SCHEMAS = {
+    "moe_dispatch": "(Tensor x, Tensor expert_ids, int num_experts, int capacity, int alignment, "
+    f"{_GROUP}) -> (Tensor, Tensor, Tensor)",
+    "moe_send": f"(Tensor x, Tensor? scores, Tensor routing, int k, int capacity, {_GROUP}) -> Tensor",
+    "moe_combine": "(Tensor h, Tensor? w, Tensor? scores, Tensor routing, SymInt num_tokens, int k, "
+    f"bool return_received, {_GROUP}) -> (Tensor, Tensor)",
+    "moe_grouped_matmul": "(Tensor h, Tensor w, Tensor offsets) -> Tensor",
+    "moe_grouped_outer": "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
+}
+COLLECTIVES = tuple(SCHEMAS)[:3]
+
+
+@contextmanager
+def _call(op: str, t: Tensor, slot_bytes: int, facts: dict[str, Any], size: int, name: str) -> Iterator[Way]:
+    """A call on all ranks. ``facts``: equal on all of them."""
+    group.check_size(size, name)
+    if size == 1:
+        yield ByCollective(CallMemory(0, 1, name, t.device))
+        return
+    dumps.arm()
+    exits.arm()
+    fingerprint = fingerprint_of(op, t.dtype, *facts.items())
+    record = flight_recorder.Record(op, name, t.device, dtype=t.dtype)
+    with on_device(t.device), dumps.on_failure(), record:
+        with same_collective(op, name, t, **facts):
+            record.state = flight_recorder.CHECKING
+        ours = member(name, t.device, record)
+        reason = _unfused(op, t, slot_bytes, ours)
+        with ours.lock if reason is None else nullcontext():
+            ours.count(record, "unfused" if reason else "chunked")
+            record.state = flight_recorder.RUNNING
+            try:
+                workspace = None if reason else ours.workspace_for(slot_bytes, op, fingerprint)
+            except WorkspaceUnavailable as error:
+                workspace, record.algorithm = None, "unfused"
+                planner.log_fallback(op, str(error))
+            except RuntimeError:  # nothing is sent: the next call takes its number
+                ours.num_calls -= 1
+                raise
+            if workspace is None:
+                yield ByCollective(ours.memory)
+                return
+            record.runs_on(workspace)
+            with workspace.guarded(op):
+                yield InPlace(workspace, op, fingerprint)
+
+
+def _unfused(op: str, t: Tensor, slot_bytes: int, ours: Member) -> str | None:
+    """Why the call runs by the group's all_to_all_single, for whose splits the host waits; None if it does not."""
+    name, strict = force_algorithm.current
+    name = name or ours.topology.algorithm
+    if name == "unfused":
+        return planner.FORCED
+    reason = ours.no_workspace
+    if t.is_cuda:
+        reason = "no kernel for GPUs is written yet"
+    elif name not in (None, "chunked"):
+        reason = f"{op} runs chunked or unfused"
+    elif reason is None and slot_bytes > ours.max_slot_bytes:
+        cap = f"FUSEDCOMM_WORKSPACE_BYTES={ours.topology.workspace_bytes}"
+        reason = f"a slot takes {slot_bytes} bytes, and may have {ours.max_slot_bytes}: {cap}"
+    if reason is not None:
+        if strict and name is not None:
+            raise RuntimeError(f"{op} cannot run as {name}: {reason}")
+        planner.log_fallback(op, reason)
+    return reason
+
+
+def _dispatch(
+    x: Tensor, expert_ids: Tensor, num_experts: int, capacity: int, alignment: int, size: int, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, h = expert_ids.shape[1], x.shape[1]
+    ids = expert_ids.flatten().to(torch.int64)
+    if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
+        got = f"{int(bounds.min)} to {int(bounds.max)}"
+        raise ValueError(f"expert_ids must be in [0, num_experts={num_experts}), or -1, got {got}")
+    facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
+    slot_bytes = max(capacity * h * x.itemsize, size * num_experts * ids.itemsize)
+    with _call("moe_dispatch", x, slot_bytes, facts, size, name) as way:
+        counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
+        rank = group.rank_of(name)
+        packed = pack(ids, counts, rank, capacity, alignment)
+        routing = Routing(packed, rank, size, ids.numel())
+        rows = way.send(x, None, k, routing, capacity)
+    if routing.overflow and size > 1 and member(name, x.device).topology.check:
+        need = counts.sum(0).view(size, -1).sum(1).tolist()
+        raise RuntimeError(f"moe_dispatch: capacity={capacity} rows of a rank do not hold {need} of ranks 0, 1, ...")
+    return rows, routing.ends(alignment), packed
+
+
+def _send(
+    x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str
+) -> Tensor:
+    facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": x.shape[1]}
+    with _call("moe_send", x, capacity * x.shape[1] * x.itemsize, facts, size, name) as way:
+        routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
+        return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)
+
+
+def _combine(
+    h: Tensor,
+    w: Tensor | None,
+    scores: Tensor | None,
+    packed: Tensor,
+    num_tokens: int,
+    k: int,
+    return_received: bool,
+    size: int,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
+    facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": n}
+    with _call("moe_combine", h, capacity * n * h.itemsize, facts, size, name) as way:
+        routing = Routing(packed, group.rank_of(name), size, num_tokens * k)
+        received = way.collect(h, w, routing).view(num_tokens, k, n)
+        y = weighed(received, scores, way.memory)
+    return y, received if return_received else h.new_empty(0)
+
+
+def _fake_dispatch(
+    x: Tensor, expert_ids: Tensor, num_experts: int, capacity: int, alignment: int, size: int, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.new_empty(capacity, x.shape[1])
+    offsets = x.new_empty(num_experts // size, dtype=torch.int32)
+    shape = packed_shape(expert_ids.numel(), num_experts, size)
+    return rows, offsets, x.new_empty(shape, dtype=torch.int64)
+
+
+def _fake_combine(
+    h: Tensor, w: Tensor | None, scores: Any, packed: Any, num_tokens: int, k: int, return_received: bool, *where: Any
+) -> tuple[Tensor, Tensor]:
+    n = h.shape[1] if w is None else w.shape[2]
+    return h.new_empty(num_tokens, n), h.new_empty((num_tokens, k, n) if return_received else 0)
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[2])
+    ctx.facts = *inputs[1].shape, inputs[-2:]
+
+
+def _grad_dispatch(ctx: Any, grad_rows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    grad_x = None
+    if grad_rows is not None:
+        num_tokens, k, where = ctx.facts
+        grad_x = _ops.moe_combine(grad_rows, None, None, *ctx.saved_tensors, num_tokens, k, False, *where)[0]
+    return grad_x, *[None] * 6
+
+
+def _save_send(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, scores, packed, k, _, *where = inputs
+    ctx.save_for_backward(x, scores, packed)
+    ctx.facts = k, where
+
+
+def _grad_send(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
+    (x, scores, packed), (k, where) = ctx.saved_tensors, ctx.facts
+    needs_scores = ctx.needs_input_grad[1]
+    grad_x, received = _ops.moe_combine(grad_rows, None, scores, packed, x.shape[0], k, needs_scores, *where)
+    return grad_x, _of_scores(received, x, scores) if needs_scores else None, *[None] * 5
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    h, w, scores, packed, _, k, has_received, *where = inputs
+    ctx.set_materialize_grads(False)
+    needs_h = w is not None or not has_received
+    ctx.save_for_backward(h if needs_h else None, w, scores, packed, output[1] if has_received else None)
+    ctx.facts = h.shape[0], k, where
+
+
+def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None) -> tuple[Tensor | None, ...]:
+    (h, w, scores, packed, received), (capacity, k, where) = ctx.saved_tensors, ctx.facts
+    needs_h, needs_w, needs_scores = ctx.needs_input_grad[:3]
+    grad_h = grad_w = grad_scores = None
+    if grad_y is not None and needs_scores:
+        if received is None:
+            received = _ops.moe_combine(h, w, scores, packed, grad_y.shape[0], k, True, *where)[1]
+        grad_scores = _of_scores(received, grad_y, scores)
+    if needs_h or needs_w:
+        if grad_y is not None:
+            grad_h = _ops.moe_send(grad_y, scores, packed, k, capacity, *where)
+        if grad_received is not None:
+            sent = _ops.moe_send(grad_received.flatten(0, 1), None, packed, 1, capacity, *where)
+            grad_h = sent if grad_h is None else grad_h + sent
+        if w is not None and grad_h is not None:
+            offsets = Routing(packed, group.rank_of(where[1]), where[0], 0).ends()
+            grad_w = _ops.moe_grouped_outer(h, grad_h, offsets) if needs_w else None
+            grad_h = _ops.moe_grouped_matmul(grad_h, w.mT, offsets)
+    return grad_h, grad_w, grad_scores, *[None] * 6
+
+
+def _of_scores(received: Tensor, other: Tensor, scores: Tensor) -> Tensor:
+    wide = torch.promote_types(received.dtype, torch.float32)
+    return (received.to(wide) * other[:, None]).sum(-1).to(scores.dtype)
+
+
+def _save_grouped(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grad_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    h, w, offsets = ctx.saved_tensors
+    needs_h, needs_w, _ = ctx.needs_input_grad
+    grad_h = _ops.moe_grouped_matmul(grad, w.mT, offsets) if needs_h else None
+    return grad_h, _ops.moe_grouped_outer(h, grad, offsets) if needs_w else None, None
+
+
+def _grad_outer(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    a, b, offsets = ctx.saved_tensors
+    return _ops.moe_grouped_matmul(b, grad.mT, offsets), _ops.moe_grouped_matmul(a, grad, offsets), None
+
+
+_ops: Any = torch.ops.fusedcomm
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., None]]] = {
+    "moe_dispatch": (_dispatch, _fake_dispatch, _grad_dispatch, _save_dispatch),
+    "moe_send": (_send, lambda x, s, r, k, capacity, *_: x.new_empty(capacity, x.shape[1]), _grad_send, _save_send),
+    "moe_combine": (_combine, _fake_combine, _grad_combine, _save_combine),
+    "moe_grouped_matmul": (
+        grouped_matmul,
+        lambda h, w, ends: h.new_empty(h.shape[0], w.shape[2]),
+        _grad_matmul,
+        _save_grouped,
+    ),
+    "moe_grouped_outer": (
+        grouped_outer,
+        lambda a, b, ends: a.new_empty(ends.shape[0], a.shape[1], b.shape[1]),
+        _grad_outer,
+        _save_grouped,
+    ),
+}
+for _name, (_kernel, _fake, _grad, _save) in _KERNELS.items():
+    lib.define(_name + SCHEMAS[_name], tags=[torch.Tag.pt2_compliant_tag])
+    for _key in ("CPU", "CUDA"):
+        lib.impl(_name, _kernel, _key)
+    for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+        lib.impl(_name, partial(refuse_transforms, _name), _key)
+    torch.library.register_fake(f"fusedcomm::{_name}", _fake, lib=lib)
+    torch.library.register_autograd(f"fusedcomm::{_name}", _grad, setup_context=_save, lib=lib)

@@ -1,0 +1,156 @@
+"""Mixture of experts: the row of each token slot on the rank of its expert, from the counts of all ranks.
+
+Experts lie in equal blocks over R ranks. A slot is one of a token's k choices; slots are numbered token * k + choice. An
+expert's rows lie one behind the other, by rank and slot. No function here asks the device for a number but `Routing.runs`
+and `Routing.gaps`, which only the host's copies need: a kernel takes `places` and the counts where they are.
+
+A `Schedule` has all sizes and places of a call, which here are known only while it runs: these calls have none.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_OVERFLOW, _TOTALS, _COUNTS = range(3)  # rows of the packed tensor where each begins
+
+
+class Run(NamedTuple):
+    """Rows of one source for one expert."""
+
+    row: int  # the first, on the expert's rank
+    start: int  # of the source's slots, in the order of their places
+    num: int
+
+
+class Routing:
+    """Views of a routing tensor, int64 [3 + 2R + 2 * ceil(num_slots / E), E].
+
+    Attributes:
+        overflow: bool [], whether any rank's rows are dropped.
+        counts: [R, E], rows that each rank has for each expert.
+        kept: [R, E], those that have a place.
+        first: [E], the row where each expert begins on its rank.
+        places: [num_slots], expert's rank * capacity + row, or -1.
+        order: [num_slots], the slots in the order of their places.
+    """
+
+    def __init__(self, packed: Tensor, rank: int, group_size: int, num_slots: int) -> None:
+        self.rank, self.group_size, self.num_experts = rank, group_size, packed.shape[1]
+        counts, self.first = packed[_COUNTS : _COUNTS + 2 * group_size], packed[_COUNTS + 2 * group_size]
+        self.overflow, self.counts, self.kept = overflow(packed), counts[:group_size], counts[group_size:]
+        self.places, self.order = packed[_COUNTS + 2 * group_size + 1 :].reshape(2, -1)[:, :num_slots]
+
+    def experts(self, rank: int) -> slice:
+        return slice(rank * self.num_experts // self.group_size, (rank + 1) * self.num_experts // self.group_size)
+
+    def ends(self, alignment: int = 1) -> Tensor:
+        """int32 [E / R], the ends of this rank's experts: each is where the next one begins."""
+        own = self.experts(self.rank)
+        last = self.first[own.stop - 1] + _aligned(self.kept[:, own.stop - 1].sum(), alignment)
+        return torch.cat([self.first[own][1:], last[None]]).to(torch.int32)
+
+    @cached_property
+    def host_counts(self) -> list[list[int]]:
+        """`kept`, and `first` as the last row. On a GPU the host waits for them."""
+        found: list[list[int]] = torch.cat([self.kept, self.first[None]]).tolist()
+        return found
+
+    def runs(self, src: int, dst: int) -> list[Run]:
+        """The rows of rank src that experts of rank dst have, by expert."""
+        *kept, first = self.host_counts
+        own, found = self.experts(dst), []
+        start = sum(kept[src][: own.start])
+        for expert in range(own.start, own.stop):
+            num = kept[src][expert]
+            if num:
+                found.append(Run(first[expert] + sum(each[expert] for each in kept[:src]), start, num))
+            start += num
+        return found
+
+    def slots(self, run: Run | None = None) -> Tensor:
+        """This rank's slots of a run, or those without a place."""
+        missing = self.order.numel() - sum(self.host_counts[self.rank])
+        return self.order[:missing] if run is None else self.order[missing + run.start :][: run.num]
+
+    def gaps(self, capacity: int) -> list[tuple[int, int]]:
+        """The (begin, end) of rows of this rank that no slot has."""
+        *kept, first = self.host_counts
+        own = self.experts(self.rank)
+        begins = [first[e] + sum(each[e] for each in kept) for e in range(own.start, own.stop)]
+        return [each for each in zip(begins, [*first[own.start + 1 : own.stop], capacity], strict=True)]
+
+
+def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:
+    """``num_slots`` may be symbolic."""
+    return _COUNTS + 2 * group_size + 1 + 2 * ((num_slots + num_experts - 1) // num_experts), num_experts
+
+
+def overflow(packed: Tensor) -> Tensor:
+    return packed[_OVERFLOW, 0] != 0
+
+
+def totals(packed: Tensor) -> Tensor:
+    """int64 [E], the rows of all ranks for each expert, dropped ones too."""
+    return packed[_TOTALS].clone()
+
+
+def counts_of(expert_ids: Tensor, num_experts: int) -> Tensor:
+    """int64 [E] of int64 expert_ids [num_slots]."""
+    counts = expert_ids.new_zeros(num_experts + 1)
+    return counts.scatter_add_(0, expert_ids + 1, torch.ones_like(expert_ids))[1:]
+
+
+def pack(expert_ids: Tensor, counts: Tensor, rank: int, capacity: int, alignment: int) -> Tensor:
+    """A routing tensor of this rank's expert_ids, int64 [num_slots], from the counts of all ranks, [R, E]."""
+    (group_size, num_experts), num_slots = counts.shape, expert_ids.numel()
+    rows = _kept_rows(counts.sum(0).view(group_size, -1), capacity, alignment)
+    ends = _aligned(rows, alignment).cumsum(1)
+    first = (ends - _aligned(rows, alignment)).flatten()
+    before = counts.cumsum(0) - counts
+    kept = (rows.flatten() - before).clamp(min=0).minimum(counts)
+
+    order = expert_ids.argsort(stable=True)
+    by_expert = expert_ids[order]
+    own = counts[rank]
+    begins = own.cumsum(0) - own + (num_slots - own.sum())
+    clamped = by_expert.clamp(min=0)
+    index = torch.arange(num_slots, device=counts.device) - begins[clamped]  # among the rank's rows of the expert
+    row = first[clamped] + before[rank][clamped] + index
+    place = clamped // (num_experts // group_size) * capacity + row
+    has_place = (by_expert >= 0) & (index < kept[rank][clamped])
+    places = torch.empty_like(order).scatter_(0, order, torch.where(has_place, place, -1))
+
+    packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
+    packed[_OVERFLOW] = (counts != kept).any()
+    packed[_TOTALS : _COUNTS + 2 * group_size + 1] = torch.cat([counts.sum(0, keepdim=True), counts, kept, first[None]])
+    made = Routing(packed, rank, group_size, num_slots)
+    made.places.copy_(places)
+    made.order.copy_(places.argsort())
+    return packed
+
+
+def _kept_rows(totals: Tensor, capacity: int, alignment: int) -> Tensor:
+    """The rows that each expert keeps, of ``totals`` [R, E / R]: all, or as many as the level of its rank.
+
+    The fullest experts of a rank are cut to one level, in units of ``alignment`` rows; units that are left over go to
+    the first of them.
+    """
+    room, units = capacity // alignment, _aligned(totals, alignment) // alignment
+    ranked = units.sort(1).values
+    below = ranked.cumsum(1) - ranked
+    higher = torch.arange(ranked.shape[1], 0, -1, device=units.device)  # experts with at least as many
+    full = below + ranked * higher > room
+    level = torch.where(full, (room - below).div(higher, rounding_mode="floor"), -1).amax(1, keepdim=True)
+    level = torch.where(full.any(1, keepdim=True), level, room)
+    fits, is_cut = units.minimum(level), units > level
+    spare = room - fits.sum(1, keepdim=True)
+    fits += is_cut & (is_cut.cumsum(1) <= spare)
+    return totals.minimum(fits * alignment)
+
+
+def _aligned(rows: Tensor, alignment: int) -> Tensor:
+    return (rows + alignment - 1).div(alignment, rounding_mode="floor") * alignment

@@ -1,0 +1,230 @@
+"""Rows that travel to the ranks of their experts, and back: by the process group, or in symmetric memory.
+
+In symmetric memory a dispatch takes two rounds. In the first every rank tells its counts; in the second it writes each
+row where it belongs on the expert's rank: in the result, if that rank has posted it, or in the slot. A combine takes
+one: rows go to the slot of the rank that has them, and the owners of tokens read them there. So a slot needs room for
+``capacity`` rows, whatever the number of tokens, which ranks do not know of each other. Reads of peers' slots end before
+the round does, as those of the own slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedcomm.memory import group
+from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
+from fusedcomm.plan.routing import Routing
+
+
+class ByCollective:
+    """``unfused``: the group's own collectives. The host waits for the counts, which all_to_all_single needs."""
+
+    def __init__(self, memory: CallMemory) -> None:
+        self.memory, self.ranks = memory, range(memory.group_size)
+
+    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Every rank's counts, [R, E]. ``rows``: the shape of the result that follows."""
+        found = own.new_empty(self.memory.group_size, *own.shape)
+        if self.memory.group_size == 1:
+            return found.copy_(own)
+        dist.all_gather_into_tensor(found.view(-1), own, group=group.find(self.memory.group_name))
+        return found
+
+    def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
+        """[capacity, H], expert-major: rows of x [T, H], times scores [T * k]. Rows without a slot are zero."""
+        rank = self.memory.rank
+        slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing)])
+        sent = _scaled(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
+        received = self._exchange(sent, routing, back=False)
+        rows = self.memory.empty((capacity, x.shape[1]), x.dtype, posted=False)
+        at = 0
+        for run in (run for src in self.ranks for run in routing.runs(src, rank)):
+            rows[run.row :][: run.num] = received[at : at + run.num]
+            at += run.num
+        return _without_gaps(rows, routing)
+
+    def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
+        """[slots, N]: the row of each slot of ``h`` [capacity, H], times its expert's w. Without a place it is zero."""
+        rank = self.memory.rank
+        rows = h if w is None else grouped_matmul(h, w, routing.ends())
+        runs = [rows[run.row :][: run.num] for src in self.ranks for run in routing.runs(src, rank)]
+        received = self._exchange(torch.cat([rows[:0], *runs]), routing, back=True)
+        found = _missing_zero(self.memory, routing, rows)
+        return found.index_copy_(0, torch.cat([routing.order[:0], *self._slots(routing)]), received)
+
+    def _slots(self, routing: Routing) -> list[Tensor]:
+        return [routing.slots(run) for dst in self.ranks for run in routing.runs(self.memory.rank, dst)]
+
+    def _exchange(self, rows: Tensor, routing: Routing, *, back: bool) -> Tensor:
+        if self.memory.group_size == 1:
+            return rows
+        rank = self.memory.rank
+        sent = [sum(run.num for run in routing.runs(rank, dst)) for dst in self.ranks]
+        received = [sum(run.num for run in routing.runs(src, rank)) for src in self.ranks]
+        if back:
+            sent, received = received, sent
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows, received, sent, group=group.find(self.memory.group_name))
+        return out
+
+
+class InPlace:
+    """Symmetric memory. ``workspace``: entered and guarded by the caller, with slots that are large enough."""
+
+    def __init__(self, workspace: Workspace, op: str, fingerprint: int) -> None:
+        self.memory = self.workspace = workspace
+        self.op, self.fingerprint = op, fingerprint
+        self.rank, self.group_size = workspace.rank, workspace.group_size
+        self.peers = [rank for rank in peers_of(self.rank, self.group_size) if rank != self.rank]
+        self.sources = [rank for rank in sources_of(self.rank, self.group_size) if rank != self.rank]
+        self.result: Tensor | None = None
+        self.posted: dict[int, Tensor] = {}  # by rank: the result that it has posted
+
+    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Every rank's counts, [R, E]. Peers that look find this rank's result with them."""
+        workspace = self.workspace
+        self.result = workspace.empty(rows, dtype, posted=True)
+        if workspace.results is not None:
+            workspace.post(self.result, [0] * self.group_size, self.fingerprint)
+        for dst in self.peers:
+            self._slot(dst, (self.group_size, *own.shape), own.dtype)[self.rank] = own
+            self._signal(dst)
+        found = own.repeat(self.group_size, 1)
+        for src in self.sources:
+            self._wait(src)
+            found[src] = self._slot(self.rank, found.shape, own.dtype)[src]
+            if workspace.results is not None:  # it has posted before its signal, and posts again after its next ones
+                posted = workspace.posted(src, self.result.nbytes, 0, self.fingerprint)
+                if posted is not None:
+                    self.posted[src] = posted.view(dtype).view(rows)
+        workspace.end_round(self.op, self.fingerprint)
+        return found
+
+    def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
+        shape, dtype, workspace = (capacity, x.shape[1]), x.dtype, self.workspace
+        rows = self.result
+        if rows is None:
+            rows = workspace.empty(shape, dtype, posted=False)
+        for dst in (*self.peers, self.rank):
+            to = rows if dst == self.rank else self.posted.get(dst)
+            if to is None:
+                to = self._slot(dst, shape, dtype)
+            elif dst != self.rank:
+                workspace.posts.mark(dst, workspace.epoch + 1)
+            for run in routing.runs(self.rank, dst):
+                slots = routing.slots(run)
+                tokens = slots.div(k, rounding_mode="floor")
+                if scores is None:
+                    torch.index_select(x, 0, tokens, out=to[run.row :][: run.num])
+                else:
+                    to[run.row :][: run.num] = _scaled(x.index_select(0, tokens), scores, slots)
+            if dst != self.rank:
+                self._signal(dst)
+        _without_gaps(rows, routing)
+        slot = self._slot(self.rank, shape, dtype)
+        for src in self.sources:
+            self._wait(src)
+            if self.result is None or not workspace.posts.is_marked(src, workspace.epoch + 1):
+                for run in routing.runs(src, self.rank):
+                    rows[run.row :][: run.num] = slot[run.row :][: run.num]
+        workspace.end_round(self.op, self.fingerprint)
+        return rows
+
+    def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
+        rank, shape = self.rank, (h.shape[0], h.shape[1] if w is None else w.shape[2])
+        slot = self._slot(rank, shape, h.dtype)
+        if w is None:
+            for run in (run for src in self.peers for run in routing.runs(src, rank)):
+                slot[run.row :][: run.num] = h[run.row :][: run.num]
+        else:
+            slot = grouped_matmul(h, w, routing.ends(), out=slot)
+        for dst in self.peers:
+            self._signal(dst)
+        found = _missing_zero(self.workspace, routing, slot)
+        for src in (rank, *self.sources):
+            if src != rank:
+                self._wait(src)
+            rows = h if src == rank and w is None else self._slot(src, shape, h.dtype)
+            for run in routing.runs(rank, src):
+                found.index_copy_(0, routing.slots(run), rows[run.row :][: run.num])
+        self.workspace.end_round(self.op, self.fingerprint)
+        return found
+
+    def _slot(self, owner: int, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+        start = self.workspace.slot_start(self.workspace.epoch + 1)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        assert num_bytes <= self.workspace.usable_bytes
+        return self.workspace.buffers[owner][start : start + num_bytes].view(dtype).view(shape)
+
+    def _signal(self, dst: int) -> None:
+        self.workspace.signal(dst, self.workspace.epoch + 1, self.fingerprint)
+
+    def _wait(self, src: int) -> None:
+        self.workspace.wait(src, self.workspace.epoch + 1, self.op, self.fingerprint)
+
+
+def weighed(received: Tensor, scores: Tensor | None, memory: CallMemory) -> Tensor:
+    """[T, N]: ``received`` [T, k, N] times scores [T, k], added in float32 in the order of k, rounded once."""
+    wide = torch.promote_types(received.dtype, torch.float32)
+    num_tokens, k, n = received.shape
+    total = memory.empty((num_tokens, n), wide, posted=False)
+    for choice in range(k):
+        addend = received[:, choice]
+        if scores is not None:
+            score = scores[:, choice, None].to(wide)
+            torch.mul(addend, score, out=total) if choice == 0 else total.addcmul_(addend.to(wide), score)
+        elif choice == 0:
+            total.copy_(addend)
+        else:
+            total.add_(addend)
+    return total.to(received.dtype)
+
+
+def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
+    """[rows, N]: each group of rows of ``h`` [rows, K] times its w of [E, K, N]; zero behind the last end."""
+    if h.is_cuda:
+        found = torch.nn.functional.grouped_mm(h, w, offs=ends)
+        is_row = torch.arange(h.shape[0], device=h.device) < ends[-1]
+        return found.where(is_row[:, None], 0)
+    out = h.new_empty(h.shape[0], w.shape[2]) if out is None else out
+    begin = 0
+    for each, end in zip(w, ends.tolist(), strict=True):
+        torch.mm(h[begin:end], each, out=out[begin:end])
+        begin = end
+    out[begin:] = 0
+    return out
+
+
+def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """[E, K, N]: ``a.mT @ b`` of each group of rows, of a [rows, K] and b [rows, N]."""
+    if a.is_cuda:
+        return torch.nn.functional.grouped_mm(a.mT, b, offs=ends)
+    out = a.new_empty(ends.numel(), a.shape[1], b.shape[1])
+    begin = 0
+    for each, end in zip(out, ends.tolist(), strict=True):
+        torch.mm(a[begin:end].mT, b[begin:end], out=each)
+        begin = end
+    return out
+
+
+def _scaled(rows: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
+    """In float32, rounded once."""
+    if scores is None:
+        return rows
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows * scores.index_select(0, slots)[:, None].to(wide)).to(rows.dtype)
+
+
+def _without_gaps(rows: Tensor, routing: Routing) -> Tensor:
+    for begin, end in routing.gaps(rows.shape[0]):
+        rows[begin:end] = 0
+    return rows
+
+
+def _missing_zero(memory: CallMemory, routing: Routing, rows: Tensor) -> Tensor:
+    found = memory.empty((routing.order.numel(), rows.shape[1]), rows.dtype, posted=False)
+    return found.index_fill_(0, routing.slots(), 0)
