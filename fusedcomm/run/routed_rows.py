@@ -31,7 +31,7 @@ class ByCollective:
         found = own.new_empty(self.memory.group_size, *own.shape)
         if self.memory.group_size == 1:
             return found.copy_(own)
-        dist.all_gather_into_tensor(found.view(-1), own, group=group.find(self.memory.group_name))
+        dist.all_gather([*found], own, group=group.find(self.memory.group_name))
         return found
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
