@@ -15,6 +15,7 @@ from torch._inductor.virtualized import V
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from fusedcomm.ops.routed import COLLECTIVES
 from fusedcomm.ops.table import OPS
 
 
@@ -26,6 +27,10 @@ def _register() -> None:
         lower = _lower_pair if spec.gathers or spec.num_results > 1 else _lower_tensor
         lowering.add_layout_constraint(spec.op, _constrain_x if spec.is_plain else _constrain)
         lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
+    for name in COLLECTIVES:  # they take any strides
+        op = getattr(torch.ops.fusedcomm, name).default
+        lower = _lower_tensor if len(op._schema.returns) == 1 else _lower_pair
+        lowering.register_lowering(op, type_promotion_kind=None)(lower(op))
 
 
 def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:

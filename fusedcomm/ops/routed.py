@@ -194,11 +194,11 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.set_materialize_grads(False)
     needs_h = w is not None or not has_received
     ctx.save_for_backward(h if needs_h else None, w, scores, packed, output[1] if has_received else None)
-    ctx.facts = h.shape[0], k, where
+    ctx.facts = h.shape[0], k, has_received, where
 
 
 def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None) -> tuple[Tensor | None, ...]:
-    (h, w, scores, packed, received), (capacity, k, where) = ctx.saved_tensors, ctx.facts
+    (h, w, scores, packed, received), (capacity, k, has_received, where) = ctx.saved_tensors, ctx.facts
     needs_h, needs_w, needs_scores = ctx.needs_input_grad[:3]
     grad_h = grad_w = grad_scores = None
     if grad_y is not None and needs_scores:
@@ -208,7 +208,7 @@ def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None)
     if needs_h or needs_w:
         if grad_y is not None:
             grad_h = _ops.moe_send(grad_y, scores, packed, k, capacity, *where)
-        if grad_received is not None:
+        if grad_received is not None and has_received:
             sent = _ops.moe_send(grad_received.flatten(0, 1), None, packed, 1, capacity, *where)
             grad_h = sent if grad_h is None else grad_h + sent
         if w is not None and grad_h is not None:

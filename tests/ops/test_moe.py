@@ -1,0 +1,370 @@
+"""Mixture of experts: rows, places, values and gradients against loops over tokens and experts; graphs; faults."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.plan import planner
+from fusedcomm.run.routed_rows import InPlace
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of, non_contiguous
+from tests.helpers.in_place import WARM_UP
+from tests.helpers.on_ranks import on_ranks
+
+H, N = 6, 5
+
+
+class Case(NamedTuple):
+    """A call of all ranks. ``lead``: leading dims of rank r's x are [r + 1, lead], or all 0 on rank 0."""
+
+    lead: int = 7
+    own: int = 2  # experts of a rank
+    k: int = 2
+    kind: str = "any"
+    room: str = "all"  # the capacity: of "all" rows, "exact", "less", "wide"
+    alignment: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+CASES = [
+    Case(),
+    Case(kind="one", k=1),
+    Case(kind="none"),
+    Case(kind="twice", own=1, room="exact"),
+    Case(kind="idle", alignment=8),
+    Case(room="exact", alignment=8, dtype=torch.bfloat16),
+    Case(room="wide", alignment=128, dtype=torch.float16),
+    Case(room="less", own=3, k=3),
+    Case(room="less", own=3, alignment=4, dtype=torch.float64),
+    Case(kind="one", room="less"),
+]
+
+
+def integers(seed: int, *shape: int) -> Tensor:
+    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+class Problem:
+    """All ranks' inputs, float64, and by loops what must come of them."""
+
+    def __init__(self, case: Case, size: int, seed: int) -> None:
+        self.case, self.size, self.num_experts = case, size, case.own * size
+        self.leads = [(0, case.lead) if case.kind == "idle" and r == 0 else (r + 1, case.lead) for r in range(size)]
+        self.xs = [integers(seed + r, *lead, H) for r, lead in enumerate(self.leads)]
+        self.scores = [integers(seed + 20 + r, *lead, case.k) for r, lead in enumerate(self.leads)]
+        self.w = integers(seed + 40, self.num_experts, H, N)
+        self.ids = [self._ids(seed + 60 + r, *lead, case.k) for r, lead in enumerate(self.leads)]
+        wanted: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]  # by expert: (rank, slot)
+        for r, ids in enumerate(self.ids):
+            for slot, expert in enumerate(ids.flatten().tolist()):
+                if expert >= 0:
+                    wanted[expert].append((r, slot))
+        self.counts = [len(each) for each in wanted]
+        step = case.alignment
+        blocks = [range(r * case.own, (r + 1) * case.own) for r in range(size)]
+        most = max(sum(-(-self.counts[e] // step) * step for e in block) for block in blocks)
+        self.capacity = {"all": most + 3, "exact": most, "less": most // 2 // step * step, "wide": 10 * most}[case.room]
+        for block in blocks:  # drop one unit of the fullest expert, the last of them, until all fit
+            while sum(-(-len(wanted[e]) // step) * step for e in block) > self.capacity:
+                units = [-(-len(wanted[e]) // step) for e in block]
+                fullest = max(e for e, n in zip(block, units, strict=True) if n == max(units))
+                del wanted[fullest][(max(units) - 1) * step :]
+        self.kept, self.overflow = wanted, sum(map(len, wanted)) < sum(self.counts)
+        self.first: list[int] = []
+        for block in blocks:
+            at = 0
+            for e in block:
+                self.first.append(at)
+                at += -(-len(wanted[e]) // step) * step
+
+    def _ids(self, seed: int, *shape: int) -> Tensor:
+        ids = torch.randint(-1, self.num_experts, shape, generator=torch.Generator().manual_seed(seed))
+        return {
+            "one": torch.full_like(ids, self.num_experts - 1),
+            "none": torch.full_like(ids, -1),
+            "twice": ids.clamp(min=0)[..., :1].expand(shape).contiguous(),
+        }.get(self.case.kind, ids)
+
+    def token(self, rank: int, slot: int) -> tuple[int, int, int]:
+        token, choice = divmod(slot, self.case.k)
+        return *divmod(token, self.case.lead), choice
+
+    def rows(self, rank: int) -> tuple[Tensor, list[int]]:
+        rows, ends = torch.zeros(self.capacity, H, dtype=torch.float64), []
+        for e in range(rank * self.case.own, (rank + 1) * self.case.own):
+            for i, (src, slot) in enumerate(self.kept[e]):
+                rows[self.first[e] + i] = self.xs[src][self.token(src, slot)[:2]]
+            units = -(-len(self.kept[e]) // self.case.alignment)
+            ends.append(self.first[e] + units * self.case.alignment)
+        return rows, ends
+
+    def ys(self, xs: list[Tensor], scores: list[Tensor], w: Tensor | None) -> list[Tensor]:
+        """Every rank's tokens times the w of their experts, weighed; differentiable."""
+        nothing = 0 * sum(t.sum() for t in (*xs, *scores, self.w if w is None else w))
+        ys = [nothing + x.new_zeros(*x.shape[:-1], H if w is None else N) for x in xs]
+        for e, kept in enumerate(self.kept):
+            for src, slot in kept:
+                i, j, choice = self.token(src, slot)
+                row = xs[src][i, j] if w is None else xs[src][i, j] @ w[e]
+                one = torch.zeros_like(ys[src])
+                one[i, j] = 1
+                ys[src] = ys[src] + one * (row * scores[src][i, j, choice])
+        return ys
+
+
+def routed(problem: Problem, rank: int, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return fusedcomm.moe_dispatch(
+        x, ids, problem.num_experts, problem.capacity, alignment=problem.case.alignment, max_tokens=100
+    )
+
+
+@on_ranks()
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_values_and_gradients(rank: int, world_size: int, algorithm: str) -> None:
+    """Exact. Calls follow each other in both slots, and ranks post results of earlier sizes."""
+    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        for seed, case in enumerate([*CASES, *CASES[:2]]):
+            problem = Problem(case, world_size, 100 * seed)
+            x, scores = (t[rank].to(case.dtype).requires_grad_() for t in (problem.xs, problem.scores))
+            ids = problem.ids[rank].to(torch.int32 if seed % 2 else torch.int64)
+            rows, offsets, routing = routed(problem, rank, non_contiguous(x) if seed % 2 else x, ids)
+            want_rows, ends = problem.rows(rank)
+            torch.testing.assert_close(rows.double(), want_rows, rtol=0, atol=0, msg=str(case))
+            assert offsets.dtype == torch.int32 and offsets.tolist() == ends
+            assert fusedcomm.moe_counts(routing).tolist() == problem.counts
+            assert fusedcomm.moe_overflow(routing).item() == problem.overflow
+            y = fusedcomm.moe_combine(rows, routing, scores)
+            xs, all_scores = ([t.clone().requires_grad_() for t in each] for each in (problem.xs, problem.scores))
+            wants = problem.ys(xs, all_scores, None)
+            torch.testing.assert_close(y, wants[rank].to(case.dtype), rtol=0, atol=0, msg=str(case))
+            grads = [integers(7 + r, *want.shape) for r, want in enumerate(wants)]
+            got = torch.autograd.grad(y, (x, scores), grads[rank].to(case.dtype))
+            want = torch.autograd.grad(wants, (xs[rank], all_scores[rank]), grads, materialize_grads=True)
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b.to(case.dtype), rtol=0, atol=0, msg=str(case))
+
+
+@on_ranks()
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_matmuls(rank: int, world_size: int, algorithm: str) -> None:
+    """Values and gradients of both, with the garbage that grouped_mm may leave behind the last row."""
+    for seed, case in enumerate((Case(room="wide"), Case(room="less", own=3), Case(alignment=8), Case(kind="idle"))):
+        problem = Problem(case, world_size, 1000 + 100 * seed)
+        own = slice(rank * case.own, (rank + 1) * case.own)
+        x, scores = (t[rank].float().requires_grad_() for t in (problem.xs, problem.scores))
+        w = problem.w[own].float().requires_grad_()
+        xs, all_scores = ([t.clone().requires_grad_() for t in each] for each in (problem.xs, problem.scores))
+        all_w = problem.w.clone().requires_grad_()
+        wants = problem.ys(xs, all_scores, all_w)
+        grads = [integers(7 + r, *want.shape) for r, want in enumerate(wants)]
+        of_w = torch.autograd.grad(wants, all_w, grads, retain_graph=True, materialize_grads=True)[0][own]
+        inputs = xs[rank], all_scores[rank]
+        want = *torch.autograd.grad(wants, inputs, grads, materialize_grads=True), of_w
+        options = {"alignment": case.alignment}
+        facts = problem.num_experts, problem.capacity
+        with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+            for first in (True, False):
+                if first:
+                    ids = problem.ids[rank]
+                    h, offsets, routing = fusedcomm.dispatch_grouped_matmul(x, ids, w, *facts, **options)
+                    assert not h[offsets[-1] :].any()
+                    h = torch.cat([h[: offsets[-1]], torch.full_like(h[offsets[-1] :], torch.nan)])
+                    y = fusedcomm.moe_combine(h, routing, scores)
+                else:
+                    rows, offsets, routing = routed(problem, rank, x, problem.ids[rank])
+                    h = torch.cat([rows[: offsets[-1]], torch.full_like(rows[offsets[-1] :], torch.nan)])
+                    y = fusedcomm.grouped_matmul_combine(h, w, routing, scores)
+                torch.testing.assert_close(y.double(), wants[rank], rtol=0, atol=0, msg=str(case))
+                got = torch.autograd.grad(y, (x, scores, w), grads[rank].float())
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a.double(), b, rtol=0, atol=0, msg=str(case))
+        with torch.autocast("cpu", torch.bfloat16):
+            h, _, routing = fusedcomm.dispatch_grouped_matmul(x, problem.ids[rank], w, *facts, **options)
+            assert h.dtype == fusedcomm.moe_combine(h, routing, scores).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_second_derivatives_and_recomputation(rank: int) -> None:
+    """gradgradcheck of a program that every rank runs on the same numbers, of which each has its own experts."""
+    ids = torch.tensor([[0, 1], [1, -1], [0, 0]])
+    x, scores, w = (integers(i, *shape).requires_grad_() for i, shape in enumerate([(3, 2), (3, 2), (1, 2, 2)]))
+
+    def program(x: Tensor, scores: Tensor, w: Tensor) -> Tensor:
+        h, _, routing = fusedcomm.dispatch_grouped_matmul(x, ids, w, 2, 8)
+        return fusedcomm.grouped_matmul_combine(h.tanh(), w, routing, scores)
+
+    # w on both ranks is the same, and so is a change of it: its gradients are summed
+    def summed(x: Tensor, scores: Tensor, w: Tensor) -> Tensor:
+        grads = torch.autograd.grad(program(x, scores, w).square().sum(), (x, scores), create_graph=True)
+        return torch.cat([each.flatten() for each in grads])
+
+    assert torch.autograd.gradcheck(lambda x, scores: program(x, scores, w), (x, scores))
+    assert torch.autograd.gradcheck(lambda x, scores: summed(x, scores, w), (x, scores))
+    kept = torch.autograd.grad(program(x, scores, w).sum(), (x, scores, w))
+    again = torch.utils.checkpoint.checkpoint(program, x, scores, w, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(again.sum(), (x, scores, w)), kept, strict=True):
+        assert a.equal(b)
+    with torch.no_grad():  # of an op that kept nothing for the scores
+        rows, _, routing = fusedcomm.moe_dispatch(x, ids, 2, 8)
+    y, received = torch.ops.fusedcomm.moe_combine(
+        rows, None, scores, routing, 3, 2, False, *fusedcomm.memory.group.resolve(None)
+    )
+    assert received.numel() == 0
+    (grad,) = torch.autograd.grad(y.sum(), scores)
+    assert grad.equal(x.sum(1, keepdim=True) * (ids >= 0))
+
+
+@on_ranks(2)
+def test_graphs(rank: int) -> None:
+    """One compilation for all routings; opcheck."""
+    w = integers(5, 2, H, N).float().requires_grad_()
+
+    def program(x: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        rows, offsets, routing = fusedcomm.moe_dispatch(x, ids, 4, 16)
+        y = fusedcomm.moe_combine(rows + 1, routing, scores)
+        h, _, other = fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, 16, alignment=2)
+        z = fusedcomm.grouped_matmul_combine(rows, w, routing, scores)
+        return y, z + fusedcomm.moe_combine(h, other, scores) + fusedcomm.moe_overflow(routing)
+
+    compiled = torch.compile(program, fullgraph=True)
+    for seed in range(3):
+        case = Problem(Case(lead=4, kind="one" if seed == 2 else "any"), 2, seed)
+        x, scores = (t[0].float().flatten(0, 1).requires_grad_() for t in (case.xs, case.scores))
+        ids = case.ids[0].flatten(0, 1)
+        results = []
+        for each in (program, compiled):
+            with torch.compiler.set_stance("fail_on_recompile" if seed and each is compiled else "default"):
+                made = each(x, ids, scores)
+                results.append([*made, *torch.autograd.grad(sum(t.square().sum() for t in made), (x, scores, w))])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+    where = fusedcomm.memory.group.resolve(None)
+    ops, x = torch.ops.fusedcomm, x.detach().requires_grad_()
+    torch.library.opcheck(ops.moe_dispatch.default, (x, ids, 4, 16, 2, *where))
+    rows, offsets, routing = (t.detach() for t in ops.moe_dispatch(x, ids, 4, 16, 2, *where))
+    rows.requires_grad_()
+    torch.library.opcheck(ops.moe_send.default, (x, scores, routing, 2, 16, *where))
+    for received in (False, True):
+        torch.library.opcheck(ops.moe_combine.default, (rows, w, scores, routing, 4, 2, received, *where))
+    torch.library.opcheck(ops.moe_grouped_matmul.default, (rows, w, offsets))
+    torch.library.opcheck(ops.moe_grouped_outer.default, (rows, rows, offsets))
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(lambda x: fusedcomm.moe_dispatch(x, ids, 4, 16))(x[None])
+
+
+def dispatch(group: Any, *, experts: int = 4, capacity: int = 8, columns: int = H) -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.arange(4)[:, None] % 2
+    return fusedcomm.moe_dispatch(torch.ones(4, columns), ids, experts, capacity, group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("name, other", [("experts", 6), ("capacity", 9), ("columns", H + 1)])
+def test_ranks_that_disagree(rank: int, name: str, other: int, check: bool) -> None:
+    with fresh_group(CHECK="1" if check else "0") as group:
+        dispatch(group)
+        with pytest.raises(fusedcomm.PeerMismatchError):
+            dispatch(group, **({name: other} if rank else {}))
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
+
+
+@on_ranks(2)
+def test_a_peer_that_never_comes_and_one_that_leaves_half_way(rank: int) -> None:
+    with fresh_group(TIMEOUT_S="1") as group:
+        dispatch(group)
+        if rank == 0:
+            with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+                dispatch(group)
+            assert caught.value.peers == [1] and caught.value.op == "moe_dispatch"
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        rows, _, routing = dispatch(group)
+        left = mock.patch.object(InPlace, "_signal", side_effect=KeyboardInterrupt)
+        with left if rank else nullcontext(), pytest.raises(KeyboardInterrupt if rank else fusedcomm.PeerError) as caught:
+            fusedcomm.moe_combine(rows, routing, torch.ones(4, 1), group)
+        assert rank or caught.value.peers == [1]
+        dist.barrier(group)
+        fusedcomm.reset(group)
+        dispatch(group)
+
+
+@on_ranks(2)
+def test_waits_are_needed_and_results_come_in_place(rank: int) -> None:
+    """The control: a rank that does not wait for a peer that comes after it has other values."""
+    with fresh_group() as group:
+        posted = []
+        end = InPlace.send
+
+        def send(self: InPlace, *args: Any) -> Tensor:
+            posted.append(len(self.posted))
+            return end(self, *args)
+
+        with mock.patch.object(InPlace, "send", send):
+            for _ in range(WARM_UP + 2):
+                assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
+        assert posted[-1] == 1
+        if rank == 0:
+            with mock.patch.object(InPlace, "_wait"):
+                assert dispatch(group)[0].sum() != 8 * H
+        dist.barrier(group)
+        if rank == 1:
+            dispatch(group)
+        dist.barrier(group)
+
+
+@on_ranks(2)
+def test_overflow_raises_with_check_and_large_calls_run_unfused(rank: int) -> None:
+    with fresh_group(CHECK="1") as group, pytest.raises(RuntimeError, match=r"capacity=7 .* \[8, 0\]"):
+        dispatch(group, capacity=7)
+    planner._logged.clear()
+    with fresh_group(WORKSPACE_BYTES="8192") as group:
+        with mock.patch.object(planner.log, "warning") as logged:
+            assert dispatch(group, capacity=1000)[0].sum() == (8 * H if rank == 0 else 0)
+        assert "FUSEDCOMM_WORKSPACE_BYTES=8192" in str(logged.call_args)
+        assert member_of(group).workspace is None
+        with pytest.raises(RuntimeError, match="cannot run as fused"), fusedcomm.force_algorithm("fused", strict=True):
+            dispatch(group)
+
+
+X, IDS = torch.zeros(4, H), torch.zeros(4, 2, dtype=torch.int64)
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "float8": ({"x": X.to(torch.float8_e4m3fn)}, "x must be .* got torch.float8_e4m3fn"),
+    "ids of floats": ({"expert_ids": X}, "int32 or int64"),
+    "ids of other tokens": ({"expert_ids": IDS[:3]}, "leading dims"),
+    "an expert too many": ({"expert_ids": IDS + 4}, r"in \[0, num_experts=4\), or -1, got 4 to 4"),
+    "no choice": ({"expert_ids": IDS[:, :0]}, "k at least 1"),
+    "experts that no rank has": ({"num_experts": 3}, "divisible by group_size=2, got 3"),
+    "no capacity": ({"capacity": None}, "max_tokens must be given"),
+    "less than no capacity": ({"capacity": -1}, "must not be negative"),
+    "too many tokens": ({"max_tokens": 3}, "at most max_tokens=3 tokens, got 4"),
+    "alignment 0": ({"alignment": 0}, "alignment must be at least 1"),
+}
+
+
+@on_ranks(2)
+def test_bad_input(rank: int) -> None:
+    good = {"x": X, "expert_ids": IDS, "num_experts": 4, "capacity": 16}
+    for name, (changed, text) in BAD.items():
+        with pytest.raises(ValueError, match=text):
+            fusedcomm.moe_dispatch(**{**good, **changed})
+            pytest.fail(name)
+    rows, _, routing = fusedcomm.moe_dispatch(X, IDS, 4, None, max_tokens=5, alignment=4)
+    assert rows.shape == (2 * 5 * 2 + 2 * 3, H)
+    with pytest.raises(ValueError, match="routing must be of a dispatch"):
+        fusedcomm.moe_combine(rows, routing, torch.ones(9, 2))
+    with pytest.raises(ValueError, match="experts"):
+        fusedcomm.grouped_matmul_combine(rows, torch.ones(1, H, N), routing, torch.ones(4, 2))
+    with pytest.raises(ValueError, match="dtype"):
+        fusedcomm.grouped_matmul_combine(rows, torch.ones(2, H, N).double(), routing, torch.ones(4, 2))
