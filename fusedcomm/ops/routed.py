@@ -22,7 +22,7 @@ from fusedcomm.ops.library import lib, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
-from fusedcomm.plan.routing import Routing, counts_of, pack, packed_shape
+from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape
 from fusedcomm.run.routed_rows import ByCollective, InPlace, grouped_matmul, grouped_outer, weighed
 
 Way = ByCollective | InPlace
@@ -114,7 +114,7 @@ def _dispatch(
     if routing.overflow and size > 1 and member(name, x.device).topology.check:
         need = counts.sum(0).view(size, -1).sum(1).tolist()
         raise RuntimeError(f"moe_dispatch: capacity={capacity} rows of a rank do not hold {need} of ranks 0, 1, ...")
-    return rows, routing.ends(alignment), packed
+    return rows, routing.ends, packed
 
 
 def _send(
@@ -212,7 +212,7 @@ def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None)
             sent = _ops.moe_send(grad_received.flatten(0, 1), None, packed, 1, capacity, *where)
             grad_h = sent if grad_h is None else grad_h + sent
         if w is not None and grad_h is not None:
-            offsets = Routing(packed, group.rank_of(where[1]), where[0], 0).ends()
+            offsets = ends_of(packed, where[0])
             grad_w = _ops.moe_grouped_outer(h, grad_h, offsets) if needs_w else None
             grad_h = _ops.moe_grouped_matmul(grad_h, w.mT, offsets)
     return grad_h, grad_w, grad_scores, *[None] * 6

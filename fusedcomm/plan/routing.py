@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_OVERFLOW, _TOTALS, _COUNTS = range(3)  # rows of the packed tensor where each begins
+_OVERFLOW, _ENDS, _TOTALS, _COUNTS = range(4)  # rows of the packed tensor where each begins
 
 
 class Run(NamedTuple):
@@ -27,10 +27,11 @@ class Run(NamedTuple):
 
 
 class Routing:
-    """Views of a routing tensor, int64 [3 + 2R + 2 * ceil(num_slots / E), E].
+    """Views of a routing tensor, int64 [4 + 2R + 2 * ceil(num_slots / E), E].
 
     Attributes:
         overflow: bool [], whether any rank's rows are dropped.
+        ends: int32 [E / R], `ends_of`.
         counts: [R, E], rows that each rank has for each expert.
         kept: [R, E], those that have a place.
         first: [E], the row where each expert begins on its rank.
@@ -41,17 +42,12 @@ class Routing:
     def __init__(self, packed: Tensor, rank: int, group_size: int, num_slots: int) -> None:
         self.rank, self.group_size, self.num_experts = rank, group_size, packed.shape[1]
         counts, self.first = packed[_COUNTS : _COUNTS + 2 * group_size], packed[_COUNTS + 2 * group_size]
-        self.overflow, self.counts, self.kept = overflow(packed), counts[:group_size], counts[group_size:]
+        self.overflow, self.ends = overflow(packed), ends_of(packed, group_size)
+        self.counts, self.kept = counts[:group_size], counts[group_size:]
         self.places, self.order = packed[_COUNTS + 2 * group_size + 1 :].reshape(2, -1)[:, :num_slots]
 
     def experts(self, rank: int) -> slice:
         return slice(rank * self.num_experts // self.group_size, (rank + 1) * self.num_experts // self.group_size)
-
-    def ends(self, alignment: int = 1) -> Tensor:
-        """int32 [E / R], the ends of this rank's experts: each is where the next one begins."""
-        own = self.experts(self.rank)
-        last = self.first[own.stop - 1] + _aligned(self.kept[:, own.stop - 1].sum(), alignment)
-        return torch.cat([self.first[own][1:], last[None]]).to(torch.int32)
 
     @cached_property
     def host_counts(self) -> list[list[int]]:
@@ -93,6 +89,14 @@ def overflow(packed: Tensor) -> Tensor:
     return packed[_OVERFLOW, 0] != 0
 
 
+def ends_of(packed: Tensor, group_size: int) -> Tensor:
+    """int32 [E / R], the ends of this rank's experts: each is where the next one begins.
+
+    It reads no rank: torch keeps traced gradients for all ranks whose forward graphs are equal.
+    """
+    return packed[_ENDS, : packed.shape[1] // group_size].to(torch.int32)
+
+
 def totals(packed: Tensor) -> Tensor:
     """int64 [E], the rows of all ranks for each expert, dropped ones too."""
     return packed[_TOTALS].clone()
@@ -126,6 +130,7 @@ def pack(expert_ids: Tensor, counts: Tensor, rank: int, capacity: int, alignment
 
     packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
     packed[_OVERFLOW] = (counts != kept).any()
+    packed[_ENDS, : num_experts // group_size] = ends[rank]
     packed[_TOTALS : _COUNTS + 2 * group_size + 1] = torch.cat([counts.sum(0, keepdim=True), counts, kept, first[None]])
     made = Routing(packed, rank, group_size, num_slots)
     made.places.copy_(places)

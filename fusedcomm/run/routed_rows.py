@@ -50,7 +50,7 @@ class ByCollective:
     def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
         """[slots, N]: the row of each slot of ``h`` [capacity, H], times its expert's w. Without a place it is zero."""
         rank = self.memory.rank
-        rows = h if w is None else grouped_matmul(h, w, routing.ends())
+        rows = h if w is None else grouped_matmul(h, w, routing.ends)
         runs = [rows[run.row :][: run.num] for src in self.ranks for run in routing.runs(src, rank)]
         received = self._exchange(torch.cat([rows[:0], *runs]), routing, back=True)
         found = _missing_zero(self.memory, routing, rows)
@@ -141,7 +141,7 @@ class InPlace:
             for run in (run for src in self.peers for run in routing.runs(src, rank)):
                 slot[run.row :][: run.num] = h[run.row :][: run.num]
         else:
-            slot = grouped_matmul(h, w, routing.ends(), out=slot)
+            slot = grouped_matmul(h, w, routing.ends, out=slot)
         for dst in self.peers:
             self._signal(dst)
         found = _missing_zero(self.workspace, routing, slot)

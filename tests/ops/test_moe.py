@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -224,7 +226,7 @@ def test_second_derivatives_and_recomputation(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_graphs(rank: int) -> None:
+def test_graphs(rank: int, tmp_path: Path) -> None:
     """One compilation for all routings; opcheck."""
     w = integers(5, 2, H, N).float().requires_grad_()
 
@@ -235,19 +237,26 @@ def test_graphs(rank: int) -> None:
         z = fusedcomm.grouped_matmul_combine(rows, w, routing, scores)
         return y, z + fusedcomm.moe_combine(h, other, scores) + fusedcomm.moe_overflow(routing)
 
-    compiled = torch.compile(program, fullgraph=True)
-    for seed in range(3):
-        case = Problem(Case(lead=4, kind="one" if seed == 2 else "any"), 2, seed)
-        x, scores = (t[0].float().flatten(0, 1).requires_grad_() for t in (case.xs, case.scores))
-        ids = case.ids[0].flatten(0, 1)
-        results = []
-        for each in (program, compiled):
-            with torch.compiler.set_stance("fail_on_recompile" if seed and each is compiled else "default"):
-                made = each(x, ids, scores)
-                results.append([*made, *torch.autograd.grad(sum(t.square().sum() for t in made), (x, scores, w))])
-        for got, want in zip(*results, strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for _ in range(2):  # the second time each rank takes the graphs of one of them from torch's cache
+        torch._dynamo.reset()
+        compiled = torch.compile(program, fullgraph=True)
+        for seed in range(3):
+            case = Problem(Case(lead=4, kind="one" if seed == 2 else "any"), 2, seed)
+            x, scores = (t[0].float().flatten(0, 1).requires_grad_() for t in (case.xs, case.scores))
+            results = []
+            for each in (program, compiled):
+                fails = seed and each is compiled
+                with (
+                    mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
+                    torch.compiler.set_stance("fail_on_recompile" if fails else "default"),
+                ):
+                    made = each(x, case.ids[0].flatten(0, 1), scores)
+                    loss = sum(t.square().sum() for t in made)
+                    results.append([*made, *torch.autograd.grad(loss, (x, scores, w))])  # type: ignore[arg-type]
+            for got, want in zip(*results, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
 
+    ids = case.ids[0].flatten(0, 1)
     where = fusedcomm.memory.group.resolve(None)
     ops, x = torch.ops.fusedcomm, x.detach().requires_grad_()
     torch.library.opcheck(ops.moe_dispatch.default, (x, ids, 4, 16, 2, *where))
@@ -262,9 +271,11 @@ def test_graphs(rank: int) -> None:
         torch.vmap(lambda x: fusedcomm.moe_dispatch(x, ids, 4, 16))(x[None])
 
 
-def dispatch(group: Any, *, experts: int = 4, capacity: int = 8, columns: int = H) -> tuple[Tensor, Tensor, Tensor]:
+def dispatch(
+    group: Any, *, experts: int = 4, capacity: int = 8, columns: int = H, value: float = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.arange(4)[:, None] % 2
-    return fusedcomm.moe_dispatch(torch.ones(4, columns), ids, experts, capacity, group)
+    return fusedcomm.moe_dispatch(torch.full((4, columns), float(value)), ids, experts, capacity, group)
 
 
 @on_ranks(2)
@@ -317,10 +328,10 @@ def test_waits_are_needed_and_results_come_in_place(rank: int) -> None:
         assert posted[-1] == 1
         if rank == 0:
             with mock.patch.object(InPlace, "_wait"):
-                assert dispatch(group)[0].sum() != 8 * H
+                assert dispatch(group, value=9)[0].sum() != 9 * 8 * H
         dist.barrier(group)
         if rank == 1:
-            dispatch(group)
+            dispatch(group, value=9)
         dist.barrier(group)
 
 
