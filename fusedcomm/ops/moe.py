@@ -74,7 +74,7 @@ def moe_dispatch(
         raise ValueError(f"expert_ids must have x's leading dims {[*x.shape[:-1]]}, got {[*expert_ids.shape]}")
     if num_experts % group_size:
         raise ValueError(f"num_experts must be divisible by group_size={group_size}, got {num_experts}")
-    ids = expert_ids.reshape(-1, expert_ids.shape[-1])
+    ids = expert_ids.flatten(0, -2)
     if max_tokens is not None and ids.shape[0] > max_tokens:
         raise ValueError(f"x must have at most max_tokens={max_tokens} tokens, got {ids.shape[0]}")
     if capacity is None:
@@ -86,7 +86,7 @@ def moe_dispatch(
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(
-        x.reshape(-1, x.shape[-1]), ids, num_experts, capacity, alignment, group_size, group_name
+        x.flatten(0, -2), ids, num_experts, capacity, alignment, group_size, group_name
     )
     return found
 
@@ -147,10 +147,10 @@ def dispatch_grouped_matmul(
     _check_weights(w, x.shape[-1] if isinstance(x, Tensor) else None)
     x, w = _autocast(x, w)
     _check_same_dtype(x, w)
-    given = {"alignment": alignment, "max_tokens": max_tokens}
-    rows, offsets, routing = moe_dispatch(x, expert_ids, num_experts, capacity, group, **given)
-    if w.shape[0] != offsets.shape[0]:
-        raise ValueError(f"w must be of num_experts / group_size = {offsets.shape[0]} experts, got {[*w.shape]}")
+    _check_experts(w, num_experts, resolve(group)[0])
+    rows, offsets, routing = moe_dispatch(
+        x, expert_ids, num_experts, capacity, group, alignment=alignment, max_tokens=max_tokens
+    )
     return torch.ops.fusedcomm.moe_grouped_matmul(rows, w, offsets), offsets, routing
 
 
@@ -176,9 +176,8 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
     num_experts = routing.shape[-1]
     if w is not None:
         _check_same_dtype(h, w)
-        if w.shape[0] * group_size != num_experts:
-            raise ValueError(f"w must be of num_experts / group_size = {num_experts // group_size} experts, got {[*w.shape]}")
-    flat = scores.reshape(-1, scores.shape[-1])
+        _check_experts(w, num_experts, group_size)
+    flat = scores.flatten(0, -2)
     num_tokens, k = flat.shape
     if [*routing.shape] != [*layout.packed_shape(num_tokens * k, num_experts, group_size)]:
         raise ValueError(f"routing must be of a dispatch of scores' tokens and k, {[num_tokens, k]}, in the same group")
@@ -205,6 +204,13 @@ def _check_weights(w: Any, k: Any) -> None:
     check_tensor("w", w)
     if w.ndim != 3 or w.shape[1] != k:
         raise ValueError(f"w must be [experts of this rank, {k}, N], got {[*w.shape]}")
+
+
+def _check_experts(w: Tensor, num_experts: int, group_size: int) -> None:
+    if w.shape[0] * group_size != num_experts:
+        raise ValueError(
+            f"w must have num_experts / group_size = {num_experts / group_size:g} experts, got {[*w.shape]}"
+        )
 
 
 def _check_same_dtype(x: Tensor, w: Tensor) -> None:

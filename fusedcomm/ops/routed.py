@@ -117,9 +117,7 @@ def _dispatch(
     return rows, routing.ends, packed
 
 
-def _send(
-    x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str
-) -> Tensor:
+def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": x.shape[1]}
     with _call("moe_send", x, capacity * x.shape[1] * x.itemsize, facts, size, name) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)

@@ -1,10 +1,11 @@
 """Mixture of experts: the row of each token slot on the rank of its expert, from the counts of all ranks.
 
-Experts lie in equal blocks over R ranks. A slot is one of a token's k choices; slots are numbered token * k + choice. An
-expert's rows lie one behind the other, by rank and slot. No function here asks the device for a number but `Routing.runs`
-and `Routing.gaps`, which only the host's copies need: a kernel takes `places` and the counts where they are.
+Experts lie in equal blocks over R ranks. A slot is one of a token's k choices; slots are numbered token * k + choice.
+An expert's rows lie one behind the other, by rank and slot. Nothing here asks the device for a number but
+`Routing.host_counts`, which the host's copies need: a kernel takes `places` and the counts where they are.
 
-A `Schedule` has all sizes and places of a call, which here are known only while it runs: these calls have none.
+A `Schedule` has all sizes and places of a call before it runs; here they follow from counts that it brings. So these
+calls have none, and a step that reads an index tensor would not do: the copies themselves are counted by it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Routing:
         *kept, first = self.host_counts
         own = self.experts(self.rank)
         begins = [first[e] + sum(each[e] for each in kept) for e in range(own.start, own.stop)]
-        return [each for each in zip(begins, [*first[own.start + 1 : own.stop], capacity], strict=True)]
+        return list(zip(begins, [*first[own.start + 1 : own.stop], capacity], strict=True))
 
 
 def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:

@@ -2,9 +2,9 @@
 
 In symmetric memory a dispatch takes two rounds. In the first every rank tells its counts; in the second it writes each
 row where it belongs on the expert's rank: in the result, if that rank has posted it, or in the slot. A combine takes
-one: rows go to the slot of the rank that has them, and the owners of tokens read them there. So a slot needs room for
-``capacity`` rows, whatever the number of tokens, which ranks do not know of each other. Reads of peers' slots end before
-the round does, as those of the own slot.
+one: a rank's rows go to its own slot, and the owners of tokens read them there. So a slot needs room for ``capacity``
+rows, whatever the number of tokens, which ranks do not know of each other. Reads of peers' slots, as those of the own
+one, end before the round does.
 """
 
 from __future__ import annotations

@@ -42,7 +42,11 @@ _OTHERS: dict[str, tuple[Any, str, str]] = {  # by name: module, what it measure
         "--op matmul_all_to_all --pass forward both",
     ),
     "plain": (bench_plain, "the collectives without a matmul beside the backend's own", "--op all_reduce"),
-    "moe": (bench_moe, "moe_dispatch and moe_combine beside all_to_all_single and sorts", "--tokens 2048 --hidden 1024"),
+    "moe": (
+        bench_moe,
+        "moe_dispatch and moe_combine beside all_to_all_single and sorts",
+        "--tokens 2048 --hidden 1024",
+    ),
     "decode": (decode, "matmul, all_reduce, residual and RMSNorm from one row on", "--rows 1 16 --hidden 4096"),
 }
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -228,14 +228,13 @@ def test_second_derivatives_and_recomputation(rank: int) -> None:
 @on_ranks(2)
 def test_graphs(rank: int, tmp_path: Path) -> None:
     """One compilation for all routings; opcheck."""
-    w = integers(5, 2, H, N).float().requires_grad_()
+    w, up = integers(5, 2, H, N).float().requires_grad_(), integers(6, 2, N, H).float()
+
+    capacity = 16 + zlib.crc32(str(tmp_path).encode()) % 1000 * 2  # no graph of an earlier run is this one's
 
     def program(x: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        rows, offsets, routing = fusedcomm.moe_dispatch(x, ids, 4, 16)
-        y = fusedcomm.moe_combine(rows + 1, routing, scores)
-        h, _, other = fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, 16, alignment=2)
-        z = fusedcomm.grouped_matmul_combine(rows, w, routing, scores)
-        return y, z + fusedcomm.moe_combine(h, other, scores) + fusedcomm.moe_overflow(routing)
+        h, _, routing = fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, capacity, alignment=2)
+        return fusedcomm.grouped_matmul_combine(h, up, routing, scores), fusedcomm.moe_overflow(routing)
 
     for _ in range(2):  # the second time each rank takes the graphs of one of them from torch's cache
         torch._dynamo.reset()
@@ -246,13 +245,9 @@ def test_graphs(rank: int, tmp_path: Path) -> None:
             results = []
             for each in (program, compiled):
                 fails = seed and each is compiled
-                with (
-                    mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)),
-                    torch.compiler.set_stance("fail_on_recompile" if fails else "default"),
-                ):
+                with torch.compiler.set_stance("fail_on_recompile" if fails else "default"):
                     made = each(x, case.ids[0].flatten(0, 1), scores)
-                    loss = sum(t.square().sum() for t in made)
-                    results.append([*made, *torch.autograd.grad(loss, (x, scores, w))])  # type: ignore[arg-type]
+                    results.append([*made, *torch.autograd.grad(made[0].square().sum(), (x, scores, w))])
             for got, want in zip(*results, strict=True):
                 torch.testing.assert_close(got, want, rtol=0, atol=0)
 
@@ -263,8 +258,7 @@ def test_graphs(rank: int, tmp_path: Path) -> None:
     rows, offsets, routing = (t.detach() for t in ops.moe_dispatch(x, ids, 4, 16, 2, *where))
     rows.requires_grad_()
     torch.library.opcheck(ops.moe_send.default, (x, scores, routing, 2, 16, *where))
-    for received in (False, True):
-        torch.library.opcheck(ops.moe_combine.default, (rows, w, scores, routing, 4, 2, received, *where))
+    torch.library.opcheck(ops.moe_combine.default, (rows, w, scores, routing, 4, 2, True, *where))
     torch.library.opcheck(ops.moe_grouped_matmul.default, (rows, w, offsets))
     torch.library.opcheck(ops.moe_grouped_outer.default, (rows, rows, offsets))
     with pytest.raises(RuntimeError, match="vmap"):
@@ -296,16 +290,18 @@ def test_a_peer_that_never_comes_and_one_that_leaves_half_way(rank: int) -> None
     with fresh_group(TIMEOUT_S="1") as group:
         dispatch(group)
         if rank == 0:
-            with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
+            with pytest.raises(fusedcomm.PeerTimeoutError) as late:
                 dispatch(group)
-            assert caught.value.peers == [1] and caught.value.op == "moe_dispatch"
+            assert late.value.peers == [1] and late.value.op == "moe_dispatch"
         dist.barrier(group)
         fusedcomm.reset(group)
         rows, _, routing = dispatch(group)
-        left = mock.patch.object(InPlace, "_signal", side_effect=KeyboardInterrupt)
-        with left if rank else nullcontext(), pytest.raises(KeyboardInterrupt if rank else fusedcomm.PeerError) as caught:
+        with (
+            nullcontext() if rank == 0 else mock.patch.object(InPlace, "_signal", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt if rank else fusedcomm.PeerError) as left,
+        ):
             fusedcomm.moe_combine(rows, routing, torch.ones(4, 1), group)
-        assert rank or caught.value.peers == [1]
+        assert isinstance(left.value, KeyboardInterrupt) or left.value.peers == [1]
         dist.barrier(group)
         fusedcomm.reset(group)
         dispatch(group)
