@@ -301,7 +301,7 @@ def test_a_peer_that_never_comes_and_one_that_leaves_half_way(rank: int) -> None
             pytest.raises(KeyboardInterrupt if rank else fusedcomm.PeerError) as left,
         ):
             fusedcomm.moe_combine(rows, routing, torch.ones(4, 1), group)
-        assert isinstance(left.value, KeyboardInterrupt) or left.value.peers == [1]
+        assert rank or getattr(left.value, "peers", None) == [1]
         dist.barrier(group)
         fusedcomm.reset(group)
         dispatch(group)
