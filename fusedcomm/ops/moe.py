@@ -66,25 +66,20 @@ def moe_dispatch(
     _check_slots("expert_ids", expert_ids)
     for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
         check_int(name, value)
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"expert_ids must be int32 or int64, got {expert_ids.dtype}")
-    if x.shape[:-1] != expert_ids.shape[:-1]:
-        raise ValueError(f"expert_ids must have x's leading dims {[*x.shape[:-1]]}, got {[*expert_ids.shape]}")
-    if num_experts % group_size:
-        raise ValueError(f"num_experts must be divisible by group_size={group_size}, got {num_experts}")
+        _require(value >= 1, name, "at least 1", value)
+    _require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
+    _require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
+    _require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
     ids = expert_ids.flatten(0, -2)
-    if max_tokens is not None and ids.shape[0] > max_tokens:
-        raise ValueError(f"x must have at most max_tokens={max_tokens} tokens, got {ids.shape[0]}")
+    if max_tokens is not None:
+        _require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
     if capacity is None:
-        if max_tokens is None:
-            raise ValueError("max_tokens must be given, as capacity is None")
+        _require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
+        assert max_tokens is not None
         own = num_experts // group_size
         capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
     check_int("capacity", capacity)
-    if capacity < 0:
-        raise ValueError(f"capacity must not be negative, got {capacity}")
+    _require(capacity >= 0, "capacity", "at least 0", capacity)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(
         x.flatten(0, -2), ids, num_experts, capacity, alignment, group_size, group_name
     )
@@ -123,7 +118,7 @@ def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor
     Returns:
         [..., N]. The rest is that of `moe_combine`. Autocast casts h and w.
     """
-    _check_weights(w, h.shape[-1] if isinstance(h, Tensor) else None)
+    _check_weights(w, h)
     return _combined(*_autocast(h, w), routing, scores, group)
 
 
@@ -138,16 +133,25 @@ def dispatch_grouped_matmul(
     alignment: int = 1,
     max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_dispatch`, and its rows times the w of their experts, [E / R, H, N].
+    """`moe_dispatch`, and its rows times the w of their experts.
+
+    Args:
+        x: [..., H]. It and all others but w are those of `moe_dispatch`.
+        expert_ids: [..., k].
+        w: [E / R, H, N], of this rank's experts; of x's dtype and device.
+        num_experts: E.
+        capacity: rows that each rank receives at most, or None.
+        group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
+        alignment: of each expert's first row.
+        max_tokens: the most tokens of any rank.
 
     Returns:
         (h, offsets, routing). h: [capacity, N], zero where rows have no token. Autocast casts x and w. The rest is that
         of `moe_dispatch`. One runs behind the other: on CPUs a copy and a matmul would share the cores.
     """
-    _check_weights(w, x.shape[-1] if isinstance(x, Tensor) else None)
+    _check_weights(w, x)
     x, w = _autocast(x, w)
-    _check_same_dtype(x, w)
-    _check_experts(w, num_experts, resolve(group)[0])
+    _check_like(x, w, num_experts, resolve(group)[0])
     rows, offsets, routing = moe_dispatch(
         x, expert_ids, num_experts, capacity, group, alignment=alignment, max_tokens=max_tokens
     )
@@ -155,67 +159,70 @@ def dispatch_grouped_matmul(
 
 
 def moe_overflow(routing: Tensor) -> Tensor:
-    """bool [] on the device: whether rows of any rank were dropped, the same on all ranks."""
+    """bool [] on the device: whether rows of any rank were dropped, the same on all ranks.
+
+    Args:
+        routing: of `moe_dispatch`.
+    """
     return layout.overflow(routing)
 
 
 def moe_counts(routing: Tensor) -> Tensor:
-    """int64 [E] on the device: the rows of all ranks for each expert, before any was dropped."""
+    """int64 [E] on the device: the rows of all ranks for each expert, before any was dropped.
+
+    Args:
+        routing: of `moe_dispatch`.
+    """
     return layout.totals(routing)
 
 
 def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, group: Group) -> Tensor:
     group_size, group_name = resolve(group)
-    _check_payload("rows" if w is None else "h", h)
+    name = "rows" if w is None else "h"
+    _check_payload(name, h)
     check_tensor("routing", routing)
     _check_slots("scores", scores)
-    if h.ndim != 2:
-        raise ValueError(f"{'rows' if w is None else 'h'} must be 2-D, [capacity, H], got {[*h.shape]}")
-    if not scores.is_floating_point():
-        raise ValueError(f"scores must be floating, got {scores.dtype}")
+    _require(h.ndim == 2, name, "[capacity, H]", h.shape)
+    _require(scores.is_floating_point(), "scores", "floating", scores.dtype)
     num_experts = routing.shape[-1]
     if w is not None:
-        _check_same_dtype(h, w)
-        _check_experts(w, num_experts, group_size)
+        _check_like(h, w, num_experts, group_size)
     flat = scores.flatten(0, -2)
     num_tokens, k = flat.shape
-    if [*routing.shape] != [*layout.packed_shape(num_tokens * k, num_experts, group_size)]:
-        raise ValueError(f"routing must be of a dispatch of scores' tokens and k, {[num_tokens, k]}, in the same group")
+    shape = layout.packed_shape(num_tokens * k, num_experts, group_size)
+    _require(
+        [*routing.shape] == [*shape], "routing", "of a dispatch of scores' tokens and k in this group", routing.shape
+    )
     saves = torch.is_grad_enabled() and scores.requires_grad
     y, _ = torch.ops.fusedcomm.moe_combine(h, w, flat, routing, num_tokens, k, saves, group_size, group_name)
     return y.view(*scores.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
 
 
+def _require(holds: bool, name: str, what: str, got: Any) -> None:
+    if not holds:
+        raise ValueError(f"moe: {name} must be {what}, got {[*got] if isinstance(got, torch.Size) else got}")
+
+
 def _check_payload(name: str, t: Any) -> None:
     check_tensor(name, t)
-    if t.dtype not in OP_DTYPES:
-        raise ValueError(f"{name} must be float32, float16, bfloat16 or float64, got {t.dtype}")
-    if t.ndim < 2:
-        raise ValueError(f"{name} must have at least 2 dims, got {[*t.shape]}")
+    _require(t.dtype in OP_DTYPES, name, "float32, float16, bfloat16 or float64", t.dtype)
+    _require(t.ndim >= 2, name, "at least 2-D", t.shape)
 
 
 def _check_slots(name: str, t: Any) -> None:
     check_tensor(name, t)
-    if t.ndim < 2 or t.shape[-1] < 1:
-        raise ValueError(f"{name} must be [..., k] with k at least 1, got {[*t.shape]}")
+    _require(t.ndim >= 2 and t.shape[-1] >= 1, name, "[..., k], k at least 1", t.shape)
 
 
-def _check_weights(w: Any, k: Any) -> None:
+def _check_weights(w: Any, h: Any) -> None:
     check_tensor("w", w)
-    if w.ndim != 3 or w.shape[1] != k:
-        raise ValueError(f"w must be [experts of this rank, {k}, N], got {[*w.shape]}")
+    check_tensor("h", h)
+    _require(w.ndim == 3 and w.shape[1] == h.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
 
 
-def _check_experts(w: Tensor, num_experts: int, group_size: int) -> None:
-    if w.shape[0] * group_size != num_experts:
-        raise ValueError(
-            f"w must have num_experts / group_size = {num_experts / group_size:g} experts, got {[*w.shape]}"
-        )
-
-
-def _check_same_dtype(x: Tensor, w: Tensor) -> None:
-    if (x.dtype, x.device) != (w.dtype, w.device):
-        raise ValueError(f"w must have dtype {x.dtype} on {x.device}, got {w.dtype} on {w.device}")
+def _check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None:
+    _require((w.dtype, w.device) == (h.dtype, h.device), "w", "of h's dtype and device", (w.dtype, w.device))
+    _require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
 
 
 def _autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ def _dispatch(
     ids = expert_ids.flatten().to(torch.int64)
     if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
         got = f"{int(bounds.min)} to {int(bounds.max)}"
-        raise ValueError(f"expert_ids must be in [0, num_experts={num_experts}), or -1, got {got}")
+        raise ValueError(f"expert_ids must be in [-1, {num_experts - 1}], got {got}")
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
     slot_bytes = max(capacity * h * x.itemsize, size * num_experts * ids.itemsize)
     with _call("moe_dispatch", x, slot_bytes, facts, size, name) as way:
@@ -113,7 +113,7 @@ def _dispatch(
         rows = way.send(x, None, k, routing, capacity)
     if routing.overflow and size > 1 and member(name, x.device).topology.check:
         need = counts.sum(0).view(size, -1).sum(1).tolist()
-        raise RuntimeError(f"moe_dispatch: capacity={capacity} rows of a rank do not hold {need} of ranks 0, 1, ...")
+        raise RuntimeError(f"capacity={capacity} must hold the rows of each rank, got {need}")
     return rows, routing.ends, packed
 
 
