@@ -111,7 +111,7 @@ def _dispatch(
         packed = pack(ids, counts, rank, capacity, alignment)
         routing = Routing(packed, rank, size, ids.numel())
         rows = way.send(x, None, k, routing, capacity)
-    if routing.overflow and size > 1 and member(name, x.device).topology.check:
+    if size > 1 and member(name, x.device).topology.check and routing.overflow:
         need = counts.sum(0).view(size, -1).sum(1).tolist()
         raise RuntimeError(f"capacity={capacity} must hold the rows of each rank, got {need}")
     return rows, routing.ends, packed

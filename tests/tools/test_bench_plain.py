@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm.bench import bench_moe, decode
 from fusedcomm.bench import bench_plain as plain
-from fusedcomm.bench import decode
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.tools import main
 from tests.helpers.on_ranks import on_ranks
@@ -33,6 +33,23 @@ def test_wrong_values_are_found(rank: int) -> None:
         patch.setitem(plain.CALLS, "all_reduce", (fusedcomm.all_reduce, lambda x: fusedcomm.all_reduce(x) + rank))
         plain.measure_plain(rank, "all_reduce", 64, "float32", "cpu", 1)
     assert torch.equal(fusedcomm.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_moe_has_a_row(tmp_path: Path) -> None:
+    file = tmp_path / "moe.json"
+    sizes = ("--tokens", "8", "--hidden", "4", "--rounds", "2")
+    assert main(["bench", "moe", *sizes, "--dtype", "float32", "bfloat16", "--json", str(file)]) == 0
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["tokens"] == 8 and row["ratio"] == row["ours"]["median"] / row["today"]["median"]
+
+
+@on_ranks(2)
+def test_wrong_rows_of_a_moe_are_found(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
+        today = bench_moe.today
+        patch.setattr(bench_moe, "today", lambda *args: today(*args) + rank)
+        bench_moe.measure_moe(rank, 2, 4, 4, 1, "float32", "cpu", 1)
 
 
 @pytest.mark.usefixtures("shared_ranks")
