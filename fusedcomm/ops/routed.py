@@ -102,7 +102,7 @@ def _dispatch(
     ids = expert_ids.flatten().to(torch.int64)
     if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
         got = f"{int(bounds.min)} to {int(bounds.max)}"
-        raise ValueError(f"expert_ids must be in [-1, {num_experts - 1}], got {got}")
+        raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
     slot_bytes = max(capacity * h * x.itemsize, size * num_experts * ids.itemsize)
     with _call("moe_dispatch", x, slot_bytes, facts, size, name) as way:
