@@ -117,8 +117,10 @@ class NormProblem:
 class ScaledProblem(ExactProblem):
     """The same on float8 values. Scales of rows and columns are powers of two, so that sums stay exact."""
 
-    def __init__(self, program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool) -> None:
-        super().__init__(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
+    def __init__(
+        self, program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool = False, seed: int = 0
+    ) -> None:
+        super().__init__(program, size, num_ranks, seed, bias=True, uneven=uneven)
         self.values = list(zip(self.xs, self.ws, strict=True))
         self.scales = [(_powers(x.shape[-2]).unsqueeze(-1), _powers(w.shape[-1]).unsqueeze(0)) for x, w in self.values]
         self.xs, self.ws = (

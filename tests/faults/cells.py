@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tests.faults import prepared_calls
-from tests.faults.known_calls import NORM
+from tests.faults.known_calls import NORM, SCALED
 from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, STOPPING
 from tests.helpers.problems import OPS
 
@@ -136,7 +136,10 @@ _PAIRS = (
     ("pipelined", _by_group, False),
     ("chunked", prepared_calls.faults_and_steps, True),
 )
-_NORMED = {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")}
+_OTHERS = {  # steps of ops that share the protocol of the five
+    NORM: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")},
+    SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
+}
 CELLS = (
     *(
         Cell(algorithm, op, fault, step, prepared)
@@ -144,7 +147,13 @@ CELLS = (
         for op in OPS
         for fault, step in pairs(op)
     ),
-    *(Cell(algorithm, NORM, fault, step) for algorithm in _NORMED for step in _NORMED[algorithm] for fault in STOPPING),
+    *(
+        Cell(algorithm, op, fault, step)
+        for op, steps in _OTHERS.items()
+        for algorithm in steps
+        for step in steps[algorithm]
+        for fault in STOPPING
+    ),
 )
 
 

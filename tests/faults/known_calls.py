@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -12,7 +13,7 @@ import fusedcomm
 from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import NUM_SLOTS
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops.exact_problem import NormProblem, difference
+from fusedcomm.ops.exact_problem import NormProblem, ScaledProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from tests.helpers.problems import Problem, expected, integers
 
@@ -27,7 +28,7 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_reduce_scatter": (None, 0),
     "matmul_all_reduce": (None, None),
 }
-NORM = "matmul_all_reduce_norm"
+NORM, SCALED = "matmul_all_reduce_norm", "scaled_all_gather_matmul"
 RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
 BAND = 64  # elements
@@ -52,9 +53,16 @@ class KnownCall:
     def norm(self) -> NormProblem:
         return NormProblem(PROGRAMS["matmul_all_reduce"], MatmulSize(*self.size), self.group_size, self.seed)
 
+    @property
+    def scaled(self) -> ScaledProblem:
+        return ScaledProblem(PROGRAMS["all_gather_matmul"], MatmulSize(*self.size), self.group_size, seed=self.seed)
+
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
         if self.op == NORM:
             return self.norm.sums.xs[rank].to(self.dtype), self.norm.sums.ws[rank].to(self.dtype)
+        if self.op == SCALED:
+            x, w = self.scaled.values[rank]
+            return x.to(self.dtype), w.to(self.dtype)
         x, w, _ = integers(self.problem, rank, self.group_size, self.dtype, self.seed)
         return x, w
 
@@ -62,12 +70,21 @@ class KnownCall:
         if self.op == NORM:
             given = (t.to(self.dtype) for t in (self.norm.residual + self.norm.sums.biases[0], self.norm.weight))
             return torch.stack(fusedcomm.matmul_all_reduce_norm(x, w, *given, group, eps=0.0))
+        if self.op == SCALED:
+            rank, values = dist.get_rank(group), (t.to(torch.float8_e4m3fn) for t in (x, w))
+            bias = self.scaled.biases[rank].to(self.dtype)
+            made: Tensor = fusedcomm.scaled_all_gather_matmul(
+                *values, *self.scaled.scales[rank], 0, group, bias=bias, out_dtype=self.dtype
+            )
+            return made
         return self.problem.call((x, w, None), group)
 
     def wrong(self, result: Tensor, rank: int) -> str | None:
         """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""
         if self.op == NORM:
             return difference(result, torch.stack(self.norm.results).to(self.dtype))
+        if self.op == SCALED:
+            return difference(result, self.scaled.results()[rank].to(self.dtype))
         return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])
 
 

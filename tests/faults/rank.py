@@ -29,7 +29,7 @@ from tests.faults import prepared_calls
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
-from tests.faults.known_calls import LARGE, NORM, OTHER, SLOT_BYTES, Guarded, KnownCall, warm_results
+from tests.faults.known_calls import LARGE, NORM, OTHER, SCALED, SLOT_BYTES, Guarded, KnownCall, warm_results
 from tests.faults.steps import CALL, Fault, Reached, at_step
 from tests.helpers.problems import OPS
 
@@ -151,7 +151,7 @@ class _Rank:
 
     def _variant(self, call: KnownCall) -> KnownCall:
         changes: dict[str, dict[str, Any]] = {
-            "another-op": {"op": dict(zip((*OPS, NORM), (*OPS[1:], OPS[0], OPS[0]), strict=True))[call.op]},
+            "another-op": {"op": dict(zip((*OPS, NORM, SCALED), (*OPS[1:], *OPS[:1] * 3), strict=True))[call.op]},
             "another-shape": {"size": OTHER},
             "another-dtype": {"dtype": torch.bfloat16},
         }
