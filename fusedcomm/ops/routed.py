@@ -160,6 +160,10 @@ def _fake_combine(
     return h.new_empty(num_tokens, n), h.new_empty((num_tokens, k, n) if return_received else 0)
 
 
+def _fake_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
+
+
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[2])
@@ -244,16 +248,11 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., 
     "moe_combine": (_combine, _fake_combine, _grad_combine, _save_combine),
     "moe_grouped_matmul": (
         grouped_matmul,
-        lambda h, w, ends: h.new_empty(h.shape[0], w.shape[2]),
+        lambda h, w, _: h.new_empty(h.shape[0], w.shape[2]),
         _grad_matmul,
         _save_grouped,
     ),
-    "moe_grouped_outer": (
-        grouped_outer,
-        lambda a, b, ends: a.new_empty(ends.shape[0], a.shape[1], b.shape[1]),
-        _grad_outer,
-        _save_grouped,
-    ),
+    "moe_grouped_outer": (grouped_outer, _fake_outer, _grad_outer, _save_grouped),
 }
 for _name, (_kernel, _fake, _grad, _save) in _KERNELS.items():
     lib.define(_name + SCHEMAS[_name], tags=[torch.Tag.pt2_compliant_tag])

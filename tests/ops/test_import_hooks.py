@@ -10,11 +10,12 @@ import pytest
 from tests.helpers.tiers import nightly_but
 
 CHECK = """
+from fusedcomm.ops.table import OPS
 ops = torch.ops.fusedcomm
-overloads = [getattr(ops, name).default for name in fusedcomm.__all__ if "matmul" in name]
-assert len(overloads) == 7
+overloads = [getattr(ops, name).default for name in OPS if "matmul" in name]
+assert len(overloads) == 12
 from torch._inductor import lowering
-assert all(overload in lowering.lowerings for overload in overloads), overloads
+assert all(overload in lowering.lowerings for overload in [*overloads, ops.moe_dispatch.default]), overloads
 import torch.utils.flop_counter
 assert all(getattr(ops, op._opname) in torch.utils.flop_counter.flop_registry for op in overloads)
 assert not any(type(finder).__name__ == "_AfterTable" for finder in sys.meta_path)

@@ -45,7 +45,7 @@ def run_example(rank: int, code: str) -> None:
     block = SimpleNamespace(qkv=nn.Linear(32, 96), out=nn.Linear(32, 32))
     mlp = SimpleNamespace(up=nn.Linear(32, 64), down=nn.Linear(64, 32))
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
-        exec(compile(code, "example", "exec"), {"fusedcomm": fusedcomm, "block": block, "mlp": mlp})
+        exec(compile(code, "example", "exec"), {"fusedcomm": fusedcomm, "torch": torch, "block": block, "mlp": mlp})
 
 
 def run_compiled_example(rank: int, code: str) -> str:
