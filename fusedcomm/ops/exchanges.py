@@ -48,7 +48,7 @@ def scaled_all_to_all_matmul(args: Arguments) -> Exchange:
     block = recipe(args, plain).x.k
     if not args.sends_scales:
         return plain
-    return shapes.of(packed_gathers.all_to_all_matmul, args.x.shape, args.w.shape, *where, block)
+    return shapes.of(packed_gathers.all_to_all_matmul, args.x.shape, args.w.shape, *where, block, _name(args))
 
 
 def scaled_all_gather_matmul(args: Arguments) -> Exchange:
@@ -56,7 +56,13 @@ def scaled_all_gather_matmul(args: Arguments) -> Exchange:
     block = recipe(args, plain).x.k
     if not args.sends_scales:
         return plain
-    return shapes.of(packed_gathers.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where, block)
+    return shapes.of(
+        packed_gathers.all_gather_matmul, args.x.shape, tuple(w.shape for w in args.ws), *where, block, _name(args)
+    )
+
+
+def _name(args: Arguments) -> str:
+    return str(args.x.dtype).removeprefix("torch.")
 
 
 def payload_facts(args: Arguments, plain: Exchange) -> dict[str, Any]:

@@ -184,6 +184,7 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
     _check_slots("scores", scores)
     _require(h.ndim == 2, name, "[capacity, H]", h.shape)
     _require(scores.is_floating_point(), "scores", "floating", scores.dtype)
+    _require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
     num_experts = routing.shape[-1]
     if w is not None:
         _check_like(h, w, num_experts, group_size)

@@ -41,7 +41,7 @@ from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.planner import kind_of_proof
-from fusedcomm.plan.scaling import VALUES
+from fusedcomm.plan.scaling import BYTES, VALUES
 from fusedcomm.run import calls
 
 # Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
@@ -50,7 +50,6 @@ NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one 
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 Problem = ExactProblem | NormProblem
 _MOST_LETTERS = 300
-_BYTES = (torch.uint8, *VALUES)  # of gathers of float8, with scales or alone: the plain ones multiply nothing
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
 
 
@@ -88,7 +87,7 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     form = kind.removeprefix(base)
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
-        programs = [each for each in programs if each.gathers == (dtype in _BYTES)]
+        programs = [each for each in programs if each.gathers == (dtype in BYTES)]
     problems = [_problem(each, size, ours.group_size, uneven, form) for each in programs for size in SIZES]
     own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
     wrong = ""
@@ -210,7 +209,7 @@ def _run(
     alone = alone._replace(gather_dim=program.gather_dim or 0, scatter_dim=program.scatter_dim or 0)
     found: list[Tensor] = []
     calls_of_kind = [(program.op, args, exchange), (program.kind, alone, OPS[program.kind].exchange_of(alone))]
-    if dtype in _BYTES:
+    if dtype in BYTES:
         calls_of_kind = calls_of_kind[1:]
     for name, call, geometry in calls_of_kind:
         spec = OPS[name]
@@ -248,7 +247,7 @@ def _run_scaled(
 
 def _result_dtype(problem: Problem, dtype: torch.dtype) -> torch.dtype:
     """``dtype``: of what is sent."""
-    if dtype not in _BYTES:
+    if dtype not in BYTES:
         return dtype
     if isinstance(problem, ScaledProblem):
         return torch.bfloat16
@@ -265,7 +264,7 @@ def _expected(problem: Problem, rank: int, dtype: torch.dtype) -> list[Tensor]:
     if isinstance(problem, ScaledProblem):
         return [problem.results()[rank]] * (1 + problem.program.gathers)
     alone = problem.program.exchanged(problem.payloads)[rank]
-    if dtype in _BYTES:
+    if dtype in BYTES:
         return [alone]
     return [problem.results()[rank], *[alone] * (1 + problem.program.gathers)]
 

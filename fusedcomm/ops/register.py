@@ -86,7 +86,7 @@ def _fake(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     spec.check_outs(call)
     made = [call.x.new_empty(shape, dtype=call.dtype) for shape in shapes]
     if spec.gathers:
-        made[-1] = made[-1].to(spec.gathered_dtype(call))
+        made[-1] = made[-1].to(spec.gathered_dtype(call) if call.return_gathered else call.x.dtype)
     return spec.returned([*outs.values()] or made)
 
 

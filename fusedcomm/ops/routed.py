@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm import env
 from fusedcomm.memory import dumps, exits, flight_recorder, group
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable, on_device
@@ -22,7 +23,7 @@ from fusedcomm.ops.library import lib, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
-from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape
+from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape, sizes_of
 from fusedcomm.run.routed_rows import ByCollective, InPlace, grouped_matmul, grouped_outer, weighed
 
 Way = ByCollective | InPlace
@@ -40,10 +41,13 @@ COLLECTIVES = tuple(SCHEMAS)[:3]
 
 
 @contextmanager
-def _call(op: str, t: Tensor, slot_bytes: int, facts: dict[str, Any], size: int, name: str) -> Iterator[Way]:
-    """A call on all ranks. ``facts``: equal on all of them."""
+def _call(
+    op: str, t: Tensor, slot_bytes: int, facts: dict[str, Any], size: int, name: str, check: Callable[[], None]
+) -> Iterator[Way]:
+    """A call on all ranks. ``facts``: equal on all of them; ``check`` raises where this rank's input is wrong."""
     group.check_size(size, name)
     if size == 1:
+        check()
         yield ByCollective(CallMemory(0, 1, name, t.device))
         return
     dumps.arm()
@@ -53,6 +57,7 @@ def _call(op: str, t: Tensor, slot_bytes: int, facts: dict[str, Any], size: int,
     with on_device(t.device), dumps.on_failure(), record:
         with same_collective(op, name, t, **facts):
             record.state = flight_recorder.CHECKING
+            check()
         ours = member(name, t.device, record)
         reason = _unfused(op, t, slot_bytes, ours)
         with ours.lock if reason is None else nullcontext():
@@ -100,18 +105,22 @@ def _dispatch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     k, h = expert_ids.shape[1], x.shape[1]
     ids = expert_ids.flatten().to(torch.int64)
-    if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
-        got = f"{int(bounds.min)} to {int(bounds.max)}"
-        raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
+
+    def check() -> None:
+        if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
+            got = f"{int(bounds.min)} to {int(bounds.max)}"
+            raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
+
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
     slot_bytes = max(capacity * h * x.itemsize, size * num_experts * ids.itemsize)
-    with _call("moe_dispatch", x, slot_bytes, facts, size, name) as way:
+    with _call("moe_dispatch", x, slot_bytes, facts, size, name, check) as way:
         counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
         rank = group.rank_of(name)
-        packed = pack(ids, counts, rank, capacity, alignment)
+        packed = pack(ids, k, counts, rank, capacity, alignment)
         routing = Routing(packed, rank, size, ids.numel())
         rows = way.send(x, None, k, routing, capacity)
-    if size > 1 and member(name, x.device).topology.check and routing.overflow:
+    checks = env.check() if size == 1 else member(name, x.device).topology.check
+    if checks and routing.overflow:
         need = counts.sum(0).view(size, -1).sum(1).tolist()
         raise RuntimeError(f"capacity={capacity} must hold the rows of each rank, got {need}")
     return rows, routing.ends, packed
@@ -119,9 +128,21 @@ def _dispatch(
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": x.shape[1]}
-    with _call("moe_send", x, capacity * x.shape[1] * x.itemsize, facts, size, name) as way:
+    slot_bytes, check = capacity * x.shape[1] * x.itemsize, _sizes_are(packed, x.shape[0] * k, k, capacity)
+    with _call("moe_send", x, slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
         return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)
+
+
+def _sizes_are(packed: Tensor, num_slots: int, k: int, capacity: int) -> Callable[[], None]:
+    """Gradients have one row a slot: k is 1."""
+
+    def check() -> None:
+        want, got = [num_slots, k, capacity], sizes_of(packed)
+        if (got[0], got[2]) != (num_slots, capacity) or k not in (1, got[1]):
+            raise ValueError(f"moe: routing must be of a dispatch of [T * k, k, capacity] = {want}, got {got}")
+
+    return check
 
 
 def _combine(
@@ -137,7 +158,8 @@ def _combine(
 ) -> tuple[Tensor, Tensor]:
     capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": n}
-    with _call("moe_combine", h, capacity * n * h.itemsize, facts, size, name) as way:
+    check = _sizes_are(packed, num_tokens * k, k, capacity)
+    with _call("moe_combine", h, capacity * n * h.itemsize, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, num_tokens * k)
         received = way.collect(h, w, routing).view(num_tokens, k, n)
         y = weighed(received, scores, way.memory)

@@ -45,7 +45,7 @@ from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import KINDS, Constants
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange, aligned_numel
-from fusedcomm.plan.scaling import VALUES
+from fusedcomm.plan.scaling import BYTES
 
 log = logging.getLogger("fusedcomm")
 
@@ -189,7 +189,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> t
     if "fused" in usable:
         if exchange.cut is not None:
             usable, note = ["chunked"], "; parts of different sizes: not fused"
-        elif op.startswith("scaled_") and (why := member.topology.no_float8):
+        elif why := _no_float8(op, dtype, member):
             if member.for_capture:
                 return "unfused", why
             usable, note = ["chunked"], f"; {why}"
@@ -222,7 +222,7 @@ _NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
-    **dict.fromkeys((torch.uint8, *VALUES), "float8"),  # the first with scales
+    **dict.fromkeys(BYTES, "float8"),
 }
 
 
@@ -270,11 +270,15 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
             f"FUSEDCOMM_WORKSPACE_BYTES={topology.workspace_bytes}"
         )
     if name == "fused":
-        no_float8 = topology.no_float8 if op.startswith("scaled_") else None
-        return topology.no_fused or no_float8 or _too_wide(exchange)
+        return topology.no_fused or _no_float8(op, dtype, member) or _too_wide(exchange)
     if name == "chunked" and member.for_capture:
         return "a CUDA graph would fix the slots that chunked copies to; fused can be captured"
     return None
+
+
+def _no_float8(op: str, dtype: torch.dtype, member: Facts) -> str | None:
+    is_float8 = op.startswith("scaled_") or dtype in BYTES
+    return member.topology.no_float8 if is_float8 else None
 
 
 def _reject_pipelined(member: Facts) -> str | None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_OVERFLOW, _ENDS, _TOTALS, _COUNTS = range(4)  # rows of the packed tensor where each begins
+_OVERFLOW, _ENDS, _TOTALS, _SIZES = range(4)  # rows of the packed tensor where each begins
+_COUNTS = _SIZES + 3
 
 
 class Run(NamedTuple):
@@ -28,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Routing:
-    """Views of a routing tensor, int64 [4 + 2R + 2 * ceil(num_slots / E), E].
+    """Views of a routing tensor, int64 [7 + 2R + 2 * ceil(num_slots / E), E].
 
     Attributes:
         overflow: bool [], whether any rank's rows are dropped.
@@ -109,7 +110,13 @@ def counts_of(expert_ids: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, expert_ids + 1, torch.ones_like(expert_ids))[1:]
 
 
-def pack(expert_ids: Tensor, counts: Tensor, rank: int, capacity: int, alignment: int) -> Tensor:
+def sizes_of(packed: Tensor) -> list[int]:
+    """[num_slots, k, capacity] of the dispatch. On a GPU the host waits for them."""
+    found: list[int] = packed[_SIZES:_COUNTS, 0].tolist()
+    return found
+
+
+def pack(expert_ids: Tensor, k: int, counts: Tensor, rank: int, capacity: int, alignment: int) -> Tensor:
     """A routing tensor of this rank's expert_ids, int64 [num_slots], from the counts of all ranks, [R, E]."""
     (group_size, num_experts), num_slots = counts.shape, expert_ids.numel()
     rows = _kept_rows(counts.sum(0).view(group_size, -1), capacity, alignment)
@@ -131,8 +138,10 @@ def pack(expert_ids: Tensor, counts: Tensor, rank: int, capacity: int, alignment
 
     packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
     packed[_OVERFLOW] = (counts != kept).any()
+    packed[_SIZES:_COUNTS, 0] = torch.tensor([num_slots, k, capacity])
     packed[_ENDS, : num_experts // group_size] = ends[rank]
-    packed[_TOTALS : _COUNTS + 2 * group_size + 1] = torch.cat([counts.sum(0, keepdim=True), counts, kept, first[None]])
+    packed[_TOTALS] = counts.sum(0)
+    packed[_COUNTS : _COUNTS + 2 * group_size + 1] = torch.cat([counts, kept, first[None]])
     made = Routing(packed, rank, group_size, num_slots)
     made.places.copy_(places)
     made.order.copy_(places.argsort())

@@ -89,6 +89,7 @@ class GatheredPayload(GatheredMatmul):
         self.s, self.payload = s, w.payload
         self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
         self.w = s.reshape(w.values, exchange.num_batches, *w.shape[-2:])
+        self.row_numel = w.shape[-2] if w.payload is None else w.payload.row_bytes
         self.scale_x = None if w.scale_x is None else by_row(s, w.scale_x, exchange)
         self.scale_w = by_column(s, w, exchange)
         self.bias = None if bias is None else bias.unsqueeze(0)
@@ -117,13 +118,13 @@ class GatheredPayload(GatheredMatmul):
             self.s.copy(out, dense.view(out.shape))
 
     def round(self, spans: ChunkSpans, gathered: Tensor) -> None:
-        rows = self._of_round(gathered.view(*self.out.shape[:2], gathered.shape[-1]), spans)
+        rows = self._of_round(gathered.view(*self.out.shape[:2], self.row_numel), spans)
         w, scale_w = (self._batches(t, spans) for t in (self.w, self.scale_w))
         scale_x = None if self.scale_x is None else self._of_round(self.scale_x, spans)
         self._product(rows, scale_x, w, scale_w, self._of_round(self.out, spans))
 
     def all(self, gathered: Tensor) -> None:
-        rows = gathered.view(*self.out.shape[:2], -1)
+        rows = gathered.view(*self.out.shape[:2], self.row_numel)
         self._product(rows, self.scale_x, self.w, self.scale_w, self.out)
 
     def _product(self, rows: Tensor, scale_x: Tensor | None, w: Tensor, scale_w: Tensor, out: Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 VALUES = (torch.float8_e4m3fn, torch.float8_e5m2)
+BYTES = (torch.uint8, *VALUES)  # of gathers and exchanges: programs send float8 as bytes, or as it is
 OUT_DTYPES = {15: torch.bfloat16, 5: torch.float16, 6: torch.float32}  # by c10::ScalarType
 BLOCK = 128  # elements of K, and of N, with one scale
 PADDED = 16  # bytes: rows of float8 begin at multiples, as tensor maps need
@@ -106,7 +107,7 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class Scaled:
-    """An operand of a matmul: values [..., M, N] and their scales, of as many dims. ``dtype``: the product's."""
+    """An operand of a matmul: values [..., M, N] and their scales, of as many dims or one. ``dtype``: the product's."""
 
     values: Tensor
     scale: Tensor  # of each dim one, one per element, or one per `BLOCK`
@@ -133,6 +134,10 @@ class Payload:
     ks: tuple[int, ...]
     block: int
 
+    @property
+    def row_bytes(self) -> int:
+        return sum(width(k, self.block) for k in self.ks)
+
     def pieces(self, rows: Tensor, ks: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(K before it, values [..., k], scales [..., num_blocks(k)]) of each piece. ``ks``: as in `packed`."""
         start = before = 0
@@ -158,7 +163,7 @@ class Payload:
 
 def width(k: int, block: int) -> int:
     """Bytes of a piece of a row with its scales."""
-    return _padded(k) + _padded(4 * num_blocks(k, block))
+    return _padded(k) + _padded(4 * max(1, num_blocks(k, block)))
 
 
 def _padded(num_bytes: int) -> int:
@@ -181,7 +186,8 @@ def quantized(t: Tensor, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(amax > 0, amax / torch.finfo(dtype).max, 1.0)
+    scale = amax / torch.finfo(dtype).max
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:

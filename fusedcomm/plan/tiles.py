@@ -213,4 +213,4 @@ def _fitting(size: int, most: int) -> int:
 
 def refuses_scaled(architecture: int) -> str | None:
     """Why GPUs with tiles of this architecture cannot run float8 kernels; None if they can."""
-    return f"float8 kernels need sm_90 or later, got sm_{architecture}" if 0 < architecture < 90 else None
+    return "float8 kernels need wgmma or tcgen05: sm_90 or sm_100" if 0 < architecture < 90 else None

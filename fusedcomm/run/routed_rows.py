@@ -38,7 +38,7 @@ class ByCollective:
         """[capacity, H], expert-major: rows of x [T, H], times scores [T * k]. Rows without a slot are zero."""
         rank = self.memory.rank
         slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing)])
-        sent = _scaled(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
+        sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
         received = self._exchange(sent, routing, back=False)
         rows = self.memory.empty((capacity, x.shape[1]), x.dtype, posted=False)
         at = 0
@@ -121,7 +121,7 @@ class InPlace:
                 if scores is None:
                     torch.index_select(x, 0, tokens, out=to[run.row :][: run.num])
                 else:
-                    to[run.row :][: run.num] = _scaled(x.index_select(0, tokens), scores, slots)
+                    to[run.row :][: run.num] = _times_scores(x.index_select(0, tokens), scores, slots)
             if dst != self.rank:
                 self._signal(dst)
         _without_gaps(rows, routing)
@@ -211,7 +211,7 @@ def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _scaled(rows: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
+def _times_scores(rows: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
     """In float32, rounded once."""
     if scores is None:
         return rows

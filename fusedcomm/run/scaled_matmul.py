@@ -23,7 +23,7 @@ def scaled_matmul(
             scaled_matmul(*each, bias, adds=adds)
         return
     if _torch_can(x, w) and scale_x.shape[1] == scale_w.shape[0] == 1:
-        y = _by_torch(out, x, w, scale_x, scale_w, bias if not adds else None)
+        y = _by_torch(out, x, w, scale_x, scale_w, bias, adds)
     else:
         y = dequantized(x, scale_x) @ dequantized(w, scale_w)
     if y is out:
@@ -85,15 +85,18 @@ def dequantized(t: Tensor, scale: Tensor) -> Tensor:
 
 def _torch_can(x: Tensor, w: Tensor) -> bool:
     """On CPUs torch's own takes as long as this, and dequantises too."""
-    if not x.is_cuda or x.shape[0] == 0 or torch.cuda.get_device_capability(x.device) < (8, 9):
+    if not x.is_cuda or x.numel() == 0 or torch.cuda.get_device_capability(x.device) < (8, 9):
         return False
     return x.shape[1] % 16 == 0 and w.shape[1] % 16 == 0
 
 
-def _by_torch(out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None) -> Tensor:
+def _by_torch(
+    out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, adds: bool
+) -> Tensor:
     """``out``, where cuBLAS can write it; else the product in float32, without the bias."""
-    x, w = x.contiguous(), w if w.stride(0) == 1 else w.mT.contiguous().mT
-    if out.dtype == torch.bfloat16 and out.is_contiguous():
+    is_loadable = w.stride(0) == 1 and w.stride(1) % 16 == 0 and w.data_ptr() % 16 == 0
+    x, w = x.contiguous(), w if is_loadable else w.mT.clone(memory_format=torch.contiguous_format).mT
+    if not adds and out.dtype == torch.bfloat16 and out.is_contiguous():
         scales = scale_x.contiguous(), scale_w.contiguous()
         if scale_x.stride(0) == scale_w.stride(1) == 0 or scale_x.numel() == scale_w.numel() == 1:
             scales = scale_x[0, 0], scale_w[0, 0]

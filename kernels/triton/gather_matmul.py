@@ -28,7 +28,7 @@ def _row_stride(K, TRAITS: tl.constexpr):
     """Elements from a row of a chunk to the next. Packed scales lie behind float8 values, both padded to 16 bytes."""
     stride = K
     if TRAITS.scaled is not None and TRAITS.scaled.packed:
-        stride = (tl.cdiv(K, 16) + tl.cdiv(num_blocks(K, TRAITS), 4)) * 16
+        stride = (tl.cdiv(K, 16) + tl.maximum(1, tl.cdiv(num_blocks(K, TRAITS), 4))) * 16
     return stride
 
 

@@ -142,7 +142,7 @@ def test_a_block_of_k_comes_from_one_source(k: int, launched: bool) -> None:
 
 
 def test_older_gpus_are_refused_with_a_reason() -> None:
-    assert tiles.refuses_scaled(80) == "float8 kernels need sm_90 or later, got sm_80"
+    assert "sm_90 or sm_100" in str(tiles.refuses_scaled(80))
     assert [tiles.refuses_scaled(each) for each in (0, 90, 100)] == [None] * 3
 
 

@@ -68,6 +68,7 @@ class Gpu:
             name=OP,
             exchange_of=lambda args: exchange,
             check_outs=lambda args: None,
+            sent_dtype=lambda args: args.x.dtype,
             program="push_matmul",
             operands=lambda args: operands,
             gathers=False,

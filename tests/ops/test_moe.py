@@ -375,3 +375,16 @@ def test_bad_input(rank: int) -> None:
         fusedcomm.grouped_matmul_combine(rows, torch.ones(1, H, N), routing, torch.ones(4, 2))
     with pytest.raises(ValueError, match="dtype"):
         fusedcomm.grouped_matmul_combine(rows, torch.ones(2, H, N).double(), routing, torch.ones(4, 2))
+
+
+@on_ranks(2)
+def test_a_routing_of_other_sizes(rank: int) -> None:
+    """Rows, tokens and k are those of the dispatch; with FUSEDCOMM_CHECK peers hear of one rank's wrong input."""
+    x, ids = torch.ones(4, 3), torch.tensor([[0, 1]] * 4)
+    rows, _, routing = fusedcomm.moe_dispatch(x, ids, 2, 8)
+    for wrong, scores in ((rows[:3], torch.ones(4, 2)), (rows, torch.ones(2, 4))):
+        with pytest.raises(ValueError, match="routing must be of a dispatch of"):
+            fusedcomm.moe_combine(wrong, routing, scores)
+    assert torch.equal(fusedcomm.moe_combine(rows, routing, torch.ones(4, 2)), 2 * x)
+    with fresh_group(CHECK="1") as group, pytest.raises(ValueError, match="expert_ids must be in"):
+        fusedcomm.moe_dispatch(x, ids + (rank == 0), 2, 8, group)

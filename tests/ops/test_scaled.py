@@ -297,6 +297,39 @@ def test_recipes_that_differ(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
+def test_empty(rank: int, algorithm: str) -> None:
+    """No rows on any rank, and no K on one, whose rows then are scales alone."""
+    with fusedcomm.force_algorithm(algorithm, strict=algorithm != "pipelined"), empty_is_nan():
+        for recipe in RECIPES:
+            w = operand(31 + rank, recipe, (), 5, 128, 128)
+            check(scaled("all_gather_matmul", operand(rank, recipe, (), 0, 128, 1), w, 0), torch.zeros(0, 5))
+            xs = [operand(r, recipe, (), 4, (128, 0)[r], 1) for r in (0, 1)]
+            got = scaled("all_gather_matmul", xs[rank], w, 1, gather_splits=[128, 0])
+            check(got, torch.cat([x.exact for x in xs], 1) @ w.exact.mT)
+
+
+@on_ranks(2)
+def test_values_of_another_dtype(rank: int) -> None:
+    """e4m3 and e5m2 are bytes alike: ranks that differ are told apart."""
+    x, w, one = torch.ones(2, 16).to(PAIRS[1][rank]), torch.ones(16, 4).to(E4M3), torch.ones(())
+    with fresh_group() as group, pytest.raises(fusedcomm.PeerMismatchError), fusedcomm.force_algorithm("chunked"):
+        fusedcomm.scaled_all_gather_matmul(x, w, one, one, 0, group)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
+def test_x_alone_with_k_of_several_dims(rank: int, algorithm: str) -> None:
+    xs = [integers(r, 8, 2, 16) for r in (0, 1)]
+    w, one, group = integers(9, 64, 6), torch.ones(()), fusedcomm.memory.group.resolve(None)
+    with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        y, _ = torch.ops.fusedcomm.scaled_all_to_all_matmul(
+            xs[rank].to(E4M3), w.to(E4M3), None, one, one, torch.float32, False, 1, 0, False, *[None] * 5, *group
+        )
+    check(y, torch.cat([x.chunk(2)[rank] for x in xs], 1).flatten(1) @ w)
+
+
+@on_ranks(2)
 def test_graphs(rank: int) -> None:
     """In compiled programs, with rows of any number; opcheck."""
 
@@ -343,6 +376,7 @@ def test_quantize(scaling_type: str, dtype: torch.dtype) -> None:
     ).all()
     assert values.abs().float().max() == torch.finfo(dtype).max and (back[t == 0] == 0).all()
     assert fusedcomm.quantize(t[:, :0], scaling_type, dtype)[0].shape == (2, 0, 300)
+    assert fusedcomm.quantize(t * 0 + 1e-44, scaling_type, dtype)[0].float().isfinite().all()
 
 
 @on_ranks(2)

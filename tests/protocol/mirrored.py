@@ -22,7 +22,7 @@ MIRRORED: Mirrors = {
             "enter check check_peers signal _must_stop wait breakers end_round handshake",
             "3576aa6543a3",
         ),
-        "fusedcomm/run/calls.py": ("run", "450ba7bca30b"),
+        "fusedcomm/run/calls.py": ("run", "43f7828de02b"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "70b0f922579d"),
         "kernels/cpu/prepared_calls.cpp": ("run", "b79db9fd5d84"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),

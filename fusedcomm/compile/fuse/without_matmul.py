@@ -12,11 +12,11 @@ from fusedcomm.compile.fuse.match_reduce import REDUCE_OPS
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import argument_of
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
-from fusedcomm.compile.graph.matmuls import BYTES, DTYPES
+from fusedcomm.compile.graph.matmuls import DTYPES
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
 from fusedcomm.plan.geometry.cut import EVEN
-from fusedcomm.plan.scaling import VALUES
+from fusedcomm.plan.scaling import BYTES, VALUES
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")  # each has the name of its kind
 

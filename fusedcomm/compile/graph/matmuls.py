@@ -24,7 +24,6 @@ MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.d
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
 SCALED = {aten._scaled_mm.default, aten._scaled_mm_v2.default}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BYTES = (torch.uint8, *VALUES)  # one wire of gathers and exchanges: programs send float8 as bytes, or as it is
 
 
 class Scales(NamedTuple):

@@ -60,7 +60,7 @@ class Exchange:
     reduce_op: str | None = None
     cut: Cut | None = None  # where parts are not blocks of one size; then all other fields are of this rank
     largest: Exchange | None = None  # with a cut: every part is as large as the largest. The same on all ranks
-    scale_block: int | None = None  # of K with one scale, 0 for all, where rows have scales behind them
+    scaled: tuple[int, str] | None = None  # K with one scale, 0 for all, and dtype, where rows have scales behind them
     arguments: dict[str, Any] = field(default_factory=dict)  # the op's, for people to read
     _rounds: dict[int, list[RoundSpans]] = field(default_factory=dict)
 
@@ -181,9 +181,9 @@ class Exchange:
         return self.chunk_numel, runs, *dims, self.reduce_op, *self._meaning
 
     @property
-    def _meaning(self) -> tuple[int, ...]:
-        """Bytes of equal shapes may have scales of several kinds."""
-        return () if self.scale_block is None else (self.scale_block,)
+    def _meaning(self) -> tuple[int | str, ...]:
+        """Bytes of equal shapes may be values of several dtypes, with scales of several kinds."""
+        return self.scaled or ()
 
     def rounds(self, max_chunk_numel: int) -> list[RoundSpans]:
         """Cut every chunk alike, along its leading dims, into parts of at most ``max_chunk_numel`` elements."""

@@ -17,9 +17,16 @@ from fusedcomm.plan.scaling import BLOCK, width
 
 
 def all_to_all_matmul(
-    x: Shape, w: Shape, gather_dim: int, scatter_dim: int, group_size: int, splits: Splits = EVEN, block: int = 0
+    x: Shape,
+    w: Shape,
+    gather_dim: int,
+    scatter_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+    block: int = 0,
+    dtype: str = "float8_e4m3fn",
 ) -> Exchange:
-    """``block``: elements of K with one scale, 0 for all."""
+    """``block``: elements of K with one scale, 0 for all; ``dtype``: of the values."""
     plain: Exchange = shapes.of(shapes.all_to_all_matmul, x, w, gather_dim, scatter_dim, group_size, splits)
     lead, gather, scatter = plain.num_lead, gather_dim % len(x), scatter_dim % len(x)
     if gather >= lead and scatter >= lead:
@@ -44,11 +51,17 @@ def all_to_all_matmul(
         splits_now = splits._replace(gather_splits=widths, gather_size=None) if plain.cut else splits
     whole_k = sum(width(each, block) for each in ks_received(plain))
     found = shapes.all_to_all_matmul(packed, (*w[:-2], whole_k, w[-1]), gather, scatter, group_size, splits_now)
-    return replace(found, scale_block=block)
+    return replace(found, scaled=(block, dtype))
 
 
 def all_gather_matmul(
-    x: Shape, ws: Sequence[Shape], gather_dim: int, group_size: int, splits: Splits = EVEN, block: int = 0
+    x: Shape,
+    ws: Sequence[Shape],
+    gather_dim: int,
+    group_size: int,
+    splits: Splits = EVEN,
+    block: int = 0,
+    dtype: str = "float8_e4m3fn",
 ) -> Exchange:
     plain: Exchange = shapes.of(shapes.all_gather_matmul, x, tuple(ws), gather_dim, group_size, splits)
     received = ks_received(plain)
@@ -59,7 +72,7 @@ def all_gather_matmul(
     whole_k = sum(width(k, block) for k in received)
     whole_ws = [(*w[:-2], whole_k, w[-1]) for w in ws]
     found = shapes.all_gather_matmul(packed, whole_ws, gather_dim, group_size, splits)
-    return replace(found, scale_block=block)
+    return replace(found, scaled=(block, dtype))
 
 
 def ks_received(plain: Exchange) -> tuple[int, ...]:
