@@ -140,7 +140,7 @@ def _sizes_are(packed: Tensor, num_slots: int, k: int, capacity: int) -> Callabl
     def check() -> None:
         want, got = [num_slots, k, capacity], sizes_of(packed)
         if (got[0], got[2]) != (num_slots, capacity) or k not in (1, got[1]):
-            raise ValueError(f"moe: routing must be of a dispatch of [T * k, k, capacity] = {want}, got {got}")
+            raise ValueError(f"moe: routing, [T * k, k, capacity] of its dispatch, must be {want}, got {got}")
 
     return check
 

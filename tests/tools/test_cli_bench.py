@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_bench import PROGRAMS
+from fusedcomm.bench.scaled_bench import BENCHES
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import world
 from fusedcomm.ops.whole_group import MatmulSize
@@ -109,7 +110,7 @@ class CollectiveWrong(type(PROGRAMS["matmul_reduce_scatter"])):  # type: ignore[
 
 
 def measure_planted(rank: int, planted: Any, options: Options, direction: str = "forward") -> Any:
-    with mock.patch.dict(PROGRAMS, {planted.op: planted}):
+    with mock.patch.dict(BENCHES, {planted.op: planted}):
         try:
             (row,) = measure_op(rank, planted.op, SIZE, "float32", direction, options)
         except ValuesDiffer as error:
