@@ -138,7 +138,7 @@ def pack(expert_ids: Tensor, k: int, counts: Tensor, rank: int, capacity: int, a
 
     packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
     packed[_OVERFLOW] = (counts != kept).any()
-    packed[_SIZES:_COUNTS, 0] = torch.tensor([num_slots, k, capacity])
+    packed[_SIZES:_COUNTS, 0] = counts.new_tensor([num_slots, k, capacity])
     packed[_ENDS, : num_experts // group_size] = ends[rank]
     packed[_TOTALS] = counts.sum(0)
     packed[_COUNTS : _COUNTS + 2 * group_size + 1] = torch.cat([counts, kept, first[None]])

@@ -25,7 +25,7 @@ from tests.faults.judge import (
     Verdict,
     judge,
 )
-from tests.faults.known_calls import NORM
+from tests.faults.known_calls import NORM, SCALED
 from tests.faults.matrix import run_cells
 from tests.helpers.problems import OPS
 
@@ -35,6 +35,7 @@ SLICE = select(
     (  # every fault, op and kind of call, together with the controls; nightly runs all cells
         "fused/matmul_all_to_all/kill/wait",  # in Triton's interpreter
         "fused/matmul_all_reduce_norm/stop/launch-pack",
+        "chunked/scaled_all_gather_matmul/raise/read",
         "unfused/matmul_reduce_scatter/kill/call",
         "pipelined/all_gather_matmul/raise/call",
         "chunked/all_gather_matmul/drop/signal",
@@ -90,7 +91,7 @@ def test_the_whole_matrix(part: int) -> None:
 
 
 def test_a_cell_is_found_by_its_name_alone() -> None:
-    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, NORM}
+    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, NORM, SCALED}
     assert [cells for cell in CELLS[::10] if (cells := select([str(cell)])) != [cell]] == []
 
 
