@@ -57,22 +57,26 @@ def gather(
     """``program`` on the packed rows of x; behind the results these, gathered, if asked for. ``sent``: K of the pieces
     that x is cut into. Without a payload x travels alone.
     """
-    scale_x, *scale_ws = scales
-    pairs = zip(ws, scale_ws, strict=True)
-    if payload is None:
-        alone = [OfPayload(w, scale, out_dtype, None, scale_x) for w, scale in pairs]
-        gathered: list[Tensor] = program(s, exchange, x, alone, biases, return_gathered)
-        return gathered
-    rows = s.temporary(exchange.packed[0], torch.uint8)
-    flat = s.reshape(x, *rows.shape[:-1], sum(sent))
-    with s.lane("copy"):
-        if return_gathered:  # padding too has one value
-            s.update(rows, "fill_", 0)
-        for to, source in payload.packed(rows, flat, scale_x, sent):
-            s.copy(to, source)
-    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in pairs]
+    rows = x
+    if payload is not None:
+        rows = s.temporary(exchange.packed[0], torch.uint8)
+        flat = s.reshape(x, *rows.shape[:-1], sum(sent))
+        with s.lane("copy"):
+            if return_gathered:  # padding too has one value
+                s.update(rows, "fill_", 0)
+            for to, source in payload.packed(rows, flat, scales[0], sent):
+                s.copy(to, source)
+    weights = of_payload(ws, scales, out_dtype, payload)
     made: list[Tensor] = program(s, exchange, rows, weights, biases, return_gathered)
     return made
+
+
+def of_payload(
+    ws: Sequence[Tensor], scales: Sequence[Tensor], out_dtype: torch.dtype, payload: Payload | None
+) -> list[OfPayload]:
+    scale_x, *scale_ws = scales
+    own = scale_x if payload is None else None  # otherwise rows have theirs
+    return [OfPayload(w, scale, out_dtype, payload, own) for w, scale in zip(ws, scale_ws, strict=True)]
 
 
 def gathered_matmul(s: Builder, out: Tensor, w: Operand, bias: Given, exchange: Exchange) -> GatheredMatmul:

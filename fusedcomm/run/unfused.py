@@ -15,7 +15,7 @@ from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.cost import model
 from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.scaled_programs import OfPayload
+from fusedcomm.plan.scaled_programs import OfPayload, of_payload
 from fusedcomm.plan.scaling import VALUES, Payload, Scaled
 from fusedcomm.run import reference
 from fusedcomm.run.rms_norm import rms_norm
@@ -167,16 +167,12 @@ def _scaled_gather(
     payload: Payload | None,
     sent: tuple[int, ...],
 ) -> list[Tensor]:
-    scale_x, *scale_ws = scales
-    pairs = zip(ws, scale_ws, strict=True)
-    if payload is None:
-        alone = [OfPayload(w, scale, out_dtype, None, scale_x) for w, scale in pairs]
-        return gather_matmul(s, exchange, x, alone, biases, return_gathered)
-    rows = torch.zeros(exchange.packed[0], dtype=torch.uint8, device=x.device)
-    for to, source in payload.packed(rows, x.reshape(*rows.shape[:-1], sum(sent)), scale_x, sent):
-        to.copy_(source)
-    weights = [OfPayload(w, scale, out_dtype, payload) for w, scale in pairs]
-    return gather_matmul(s, exchange, rows, weights, biases, return_gathered)
+    rows = x
+    if payload is not None:
+        rows = torch.zeros(exchange.packed[0], dtype=torch.uint8, device=x.device)
+        for to, source in payload.packed(rows, x.reshape(*rows.shape[:-1], sum(sent)), scales[0], sent):
+            to.copy_(source)
+    return gather_matmul(s, exchange, rows, of_payload(ws, scales, out_dtype, payload), biases, return_gathered)
 
 
 def _product(x: Operand, w: Operand | None, bias: Tensor | None) -> Tensor:

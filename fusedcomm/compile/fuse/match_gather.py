@@ -161,7 +161,7 @@ class Gathered:
         return rewriter.cast(rewriter.viewed(x, dtypes[0]), dtypes[-1])
 
     def dtype_sent_for(self, reader: Reader) -> torch.dtype:
-        """What an op sends; float8 values are the bytes that the collective may send."""
+        """The dtype of the payload; float8 values are the bytes that the collective may send."""
         own, is_cast = value(self.collective.sent).dtype, reader.dtypes[0] != reader.dtypes[-1]
         return own if own in BYTES and not is_cast else reader.dtypes[-1]
 

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Scales(NamedTuple):
-    """Of float8 operands: one each, or, ``by_row``, x's [M, 1] and w's [1, N]."""
+    """Scales of float8 operands: one each, or, ``by_row``, x's [M, 1] and w's [1, N]."""
 
     x: Node
     w: Node
@@ -60,7 +60,7 @@ class Product:
         return getattr(torch.ops.fusedcomm, name if self.scales is None else f"scaled_{name}").default
 
     def scaling(self, rewriter: Rewriter, rows: Sequence[Size]) -> list[Any]:
-        """What the sibling takes behind the bias: the scale of an x with these ``rows``, w's, and the dtype of y."""
+        """The sibling's arguments behind the bias: the scale of an x with these ``rows``, w's, and the dtype of y."""
         if self.scales is None:
             return []
         x, w, by_row = self.scales
@@ -130,7 +130,7 @@ def matmul(node: Node) -> Product:
 
 
 def _scaled(node: Node) -> Product:
-    """Of float8 operands. ``use_fast_accum`` allows sums of fewer bits, and the ops', in float32, are as good."""
+    """A product of float8 operands. ``use_fast_accum`` allows sums of fewer bits; the ops' are in float32."""
     given, y = partial(argument_of, node), value(node)
     x, w, bias = given("self"), given("mat2"), given("bias")
     dtypes = value(x).dtype, value(w).dtype
