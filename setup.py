@@ -61,7 +61,8 @@ def native_extension() -> dict[str, Any]:
         sources=[str(source) for source in sorted(FOLDER.glob("*.cpp"))],
         depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
         define_macros=[("USE_C10D", None), ("USE_DISTRIBUTED", None)],
-        extra_compile_args=["-O2", "-g0", "-Wall", "-fvisibility=hidden"],
+        # torch before 2.13 asks for C++17
+        extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", "-fvisibility=hidden"],
     )
     return {
         "ext_modules": [extension],

@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedcomm.bench.gpu_check import child, host_time, kernel_speed, op_speed, processes, scaled, virtual_ranks
+from fusedcomm.bench.gpu_check import (
+    child,
+    host_time,
+    kernel_speed,
+    op_speed,
+    problems,
+    processes,
+    scaled,
+    tail_speed,
+    virtual_ranks,
+)
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
 from fusedcomm.machine import available_cpus
@@ -98,6 +108,7 @@ def jobs_of_right() -> Iterator[tuple[str, Job]]:
         yield f"signals R={size}", partial(_signals, size)
     for part in (processes, virtual_ranks):
         yield from _calls(part.calls(cuda=True))
+    yield from problems.jobs()
 
 
 def jobs_of_fast() -> Iterator[tuple[str, Job]]:
@@ -106,6 +117,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
         for name, kernel in kernel_speed.MATMULS.items():
             yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
     yield from scaled.jobs()
+    yield from tail_speed.jobs()
     yield "pack", _pack
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:

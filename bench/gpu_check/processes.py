@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import CASES, OPS, SMALL, GpuCall, GpuCase, assert_equal, first_of
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
@@ -80,6 +82,8 @@ def of_ranks(device: torch.device, size: int) -> child.Cases:
         in_time[f"{size} ranks absent"] = partial(_in_segments, pools, size, absent, kind)
     if size == 2:
         in_time["2 ranks killed"] = partial(killed, pools, kind)
+        in_time["2 ranks that differ"] = partial(_in_segments, pools, size, differing, kind)
+        in_time |= {f"2 ranks checked: {op}": partial(_checked, pools, kind, first_of(op, cuda)) for op in OPS}
     return {
         **values_of["fused"],
         **values_of["chunked"],
@@ -104,6 +108,12 @@ def _values(pools: Pools, size: int, device_type: str, name: str, case: GpuCase)
     return run(size, values, device_type, None if name == "planned" else name, case)
 
 
+def _checked(pools: Pools, device_type: str, case: GpuCase) -> Any:
+    """With guard bytes and every argument compared; no call runs natively."""
+    need_segments(device_type)
+    return pools.run(2, values, device_type, "fused", case, env={"FUSEDCOMM_CHECK": "1"})
+
+
 def values(rank: int, device_type: str, algorithm: str | None, case: GpuCase) -> dict[str, Any]:
     """A case as users call it, with fresh inputs; and how the planner runs it where nothing is forced."""
     size, device = dist.get_world_size(), torch.device(device_type)
@@ -125,7 +135,11 @@ def values(rank: int, device_type: str, algorithm: str | None, case: GpuCase) ->
 
 
 def runs_natively(algorithm: str, device: torch.device) -> bool:
-    return native is not None and (algorithm == "chunked" or (algorithm == "fused" and device.type == "cuda"))
+    return (
+        native is not None
+        and not env.check()
+        and (algorithm == "chunked" or (algorithm == "fused" and device.type == "cuda"))
+    )
 
 
 def proved(plan: fusedcomm.Plan) -> str:
@@ -176,6 +190,25 @@ def absent(rank: int, device_type: str) -> dict[str, Any]:
     fusedcomm.reset()
     exact_call(rank, device_type, case)
     return {"op": case.op, "seconds": seconds}
+
+
+def differing(rank: int, device_type: str) -> dict[str, Any]:
+    """Rank 1 has more columns: both ranks say so, and after a reset both go on."""
+    case = first_of(ABSENT_OPS[2], device_type == "cuda")
+    exact_call(rank, device_type, case)
+    other = replace(case, n=(case.n[0] + 16 * rank,))
+    try:
+        with fusedcomm.force_algorithm("fused", strict=True):
+            other.call(other.inputs(2, rank, DTYPE, torch.device(device_type), 0))
+            fusedcomm.synchronize()
+    except fusedcomm.PeerMismatchError as error:
+        text = str(error)
+    else:
+        raise AssertionError("nothing was reported")
+    dist.barrier()
+    fusedcomm.reset()
+    exact_call(rank, device_type, case)
+    return {"error": text}
 
 
 def exact_call(rank: int, device_type: str, case: GpuCase) -> None:

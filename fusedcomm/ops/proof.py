@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
         programs = [each for each in programs if each.gathers == (dtype in BYTES)]
-    problems = [_problem(each, size, ours.group_size, uneven, form) for each in programs for size in SIZES]
-    own = ours.for_proof(max(_slot_bytes(problem, dtype) for problem in problems))
+    problems = [problem_of(each, size, ours.group_size, form, uneven) for each in programs for size in SIZES]
+    own = ours.for_proof(max(slot_bytes(problem, dtype) for problem in problems))
     wrong = ""
     try:
         if algorithm == "pipelined":
@@ -113,17 +114,20 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
         own.close()
 
 
-def _problem(program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool, form: str = "") -> Problem:
+def problem_of(
+    program: WholeGroup, size: MatmulSize, num_ranks: int, form: str = "", uneven: bool = False, seed: int = 0
+) -> Problem:
+    """``form``: "_norm", "_scaled" or ""."""
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
     if form == "_norm":
-        return NormProblem(program, size, num_ranks)
+        return NormProblem(program, size, num_ranks, seed)
     if form == "_scaled":
-        return ScaledProblem(program, size, num_ranks, uneven)
-    return ExactProblem(program, size, num_ranks, seed=0, bias=True, uneven=uneven)
+        return ScaledProblem(program, size, num_ranks, uneven, seed)
+    return ExactProblem(program, size, num_ranks, seed, bias=True, uneven=uneven)
 
 
-def _slot_bytes(problem: Problem, dtype: torch.dtype) -> int:
+def slot_bytes(problem: Problem, dtype: torch.dtype) -> int:
     """Slot size for NUM_ROUNDS rounds of the problem."""
     exchange = problem.exchange(0).for_all
     num_rows = math.prod(exchange.block[: exchange.num_lead])
@@ -133,10 +137,9 @@ def _slot_bytes(problem: Problem, dtype: torch.dtype) -> int:
 def _try(results: Callable[[], list[tuple[Problem, list[Tensor]]]], rank: int, dtype: torch.dtype) -> tuple[int, str]:
     """Run problems. Returns (cause, failure on this rank or ""). No exception of an algorithm may end the proof."""
     try:
-        for problem, result in results():
-            for got, must in zip(result, _expected(problem, rank, dtype), strict=True):
-                if found := difference(_wide(got.cpu()), _wide(must.to(_result_dtype(problem, dtype)))):
-                    return _WRONG, f"gave wrong values: {found}"
+        for problem, found in results():
+            if wrong := wrong_values(problem, found, rank, dtype):
+                return _WRONG, wrong
     except PeerTimeoutError as error:
         return _LATE, f"was late: {_first_line(error)}"
     except PeerError as error:
@@ -148,6 +151,14 @@ def _try(results: Callable[[], list[tuple[Problem, list[Tensor]]]], rank: int, d
     return _WRONG, ""
 
 
+def wrong_values(problem: Problem, results: Sequence[Tensor], rank: int, dtype: torch.dtype) -> str:
+    """Where the results of `calls_of` differ from those in float64; empty if they do not."""
+    for got, must in zip(results, _expected(problem, rank, dtype), strict=True):
+        if found := difference(_wide(got.cpu()), _wide(must.to(_result_dtype(problem, dtype)))):
+            return f"gave wrong values: {found}"
+    return ""
+
+
 def _by_workspace(
     own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
 ) -> list[tuple[Problem, list[Tensor]]]:
@@ -157,17 +168,15 @@ def _by_workspace(
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
     workspace.arm()
 
-    def result(problem: Problem) -> tuple[Problem, list[Tensor]]:
-        return problem, _run(problem, workspace, dtype, plan)
-
     def plan(op: str, exchange: Exchange) -> Plan:
         return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
 
     kind = problems[0].program.kind
     with workspace.guarded(kind):
-        results = [result(problem) for problem in problems]
+        results = [(problem, _results(problem, workspace, dtype, plan)) for problem in problems]
         workspace.least_copied = 0  # the chunks of gathers by copy engines too, which larger ones take
-        results += [result(problem) for problem in problems if problem.program.gathers]
+        gathers = [problem for problem in problems if problem.program.gathers]
+        results += [(problem, _results(problem, workspace, dtype, plan)) for problem in gathers]
         _synchronize(workspace.device)
     workspace.check(kind)
     return results
@@ -180,9 +189,16 @@ def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> 
         sums = ours.topology.backend_sums
         return Plan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
 
-    results = [(problem, _run(problem, ours.memory, dtype, plan)) for problem in problems]
+    results = [(problem, _results(problem, ours.memory, dtype, plan)) for problem in problems]
     _synchronize(ours.device)
     return results
+
+
+def _results(
+    problem: Problem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
+) -> list[Tensor]:
+    given = calls_of(problem, memory.rank, dtype, memory.device, memory.group_name)
+    return [t for call in given for t in call.run(memory, plan)]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -190,59 +206,49 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _run(
-    problem: Problem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
-) -> list[Tensor]:
-    """The results of one rank: the op's, of a gather the exchanged x, and the collective's alone."""
+class Call(NamedTuple):
+    """A call of one rank."""
+
+    op: str
+    exchange: Exchange
+    operands: Sequence[Any]
+    facts: Mapping[str, Any]
+
+    def run(self, memory: CallMemory, plan: Callable[[str, Exchange], Plan]) -> list[Tensor]:
+        program = OPS[self.op].program
+        return calls.run(plan(self.op, self.exchange), memory, program, self.operands, self.facts).returned
+
+
+def calls_of(problem: Problem, rank: int, dtype: torch.dtype, device: torch.device, group_name: str) -> list[Call]:
+    """A rank's calls: the op, of a gather with the exchanged x, and the collective alone; those with a norm, each way;
+    scaled ones, with scales behind the rows, and of x alone, which graphs send as bytes too.
+    """
     if isinstance(problem, NormProblem):
-        return [t for call in problem.calls(memory.rank) for t in _run_norm(*call, memory, dtype, plan)]
+        given = problem.calls(rank)
+        return [
+            Call(op, exchange, [None if t is None else t.to(device, dtype) for t in tensors], {"eps": 0.0})
+            for op, tensors, exchange in given
+        ]
     if isinstance(problem, ScaledProblem):
-        return _run_scaled(problem, memory, dtype, plan)
-    program, rank, group = problem.program, memory.rank, (problem.num_ranks, memory.group_name)
+        args = problem.call(rank, device, _result_dtype(problem, dtype), group_name)
+        forms = [args]
+        if problem.program.gathers:
+            scale_x = problem.scale_of_gathered(rank).to(device)
+            forms.append(args._replace(sends_scales=False, scale_x=scale_x))
+        spec = OPS[f"scaled_{problem.program.op}"]
+        return [Call(spec.name, spec.exchange_of(form), *spec.operands(form)) for form in forms]
+    program, group = problem.program, (problem.num_ranks, group_name)
     tensors, made = (problem.xs, problem.ws, problem.biases, problem.payloads), _result_dtype(problem, dtype)
-    x, w, bias, payload = (ts[rank].to(memory.device, made) for ts in tensors)
+    x, w, bias, payload = (ts[rank].to(device, made) for ts in tensors)
     args = Arguments(x, [w], [bias], *group, return_gathered=True)
     exchange = problem.exchange(rank)
     if not program.gathers:
         args = args._replace(out=x.new_full(exchange.out_shape, math.nan))
     alone = Arguments(payload, [], [], *group, problem.splits(rank))
     alone = alone._replace(gather_dim=program.gather_dim or 0, scatter_dim=program.scatter_dim or 0)
-    found: list[Tensor] = []
-    calls_of_kind = [(program.op, args, exchange), (program.kind, alone, OPS[program.kind].exchange_of(alone))]
-    if dtype in BYTES:
-        calls_of_kind = calls_of_kind[1:]
-    for name, call, geometry in calls_of_kind:
-        spec = OPS[name]
-        found += calls.run(plan(name, geometry), memory, spec.program, *spec.operands(call)).returned
-    return found
-
-
-def _run_norm(
-    op: str,
-    tensors: Sequence[Tensor | None],
-    exchange: Exchange,
-    memory: CallMemory,
-    dtype: torch.dtype,
-    plan: Callable[[str, Exchange], Plan],
-) -> list[Tensor]:
-    operands = [None if t is None else t.to(memory.device, dtype) for t in tensors]
-    return calls.run(plan(op, exchange), memory, OPS[op].program, operands, {"eps": 0.0}).returned
-
-
-def _run_scaled(
-    problem: ScaledProblem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
-) -> list[Tensor]:
-    """The results with scales behind the rows, and of x alone, which graphs send as bytes too."""
-    rank, spec = memory.rank, OPS[f"scaled_{problem.program.op}"]
-    forms = [problem.call(rank, memory.device, _result_dtype(problem, dtype), memory.group_name)]
-    if problem.program.gathers:
-        scale_x = problem.scale_of_gathered(rank).to(memory.device)
-        forms.append(forms[0]._replace(sends_scales=False, scale_x=scale_x))
-    found: list[Tensor] = []
-    for call in forms:
-        geometry = spec.exchange_of(call)
-        found += calls.run(plan(spec.name, geometry), memory, spec.program, *spec.operands(call)).returned
-    return found
+    spec, plain = OPS[program.op], OPS[program.kind]
+    found = [Call(plain.name, plain.exchange_of(alone), *plain.operands(alone))]
+    return found if dtype in BYTES else [Call(spec.name, exchange, *spec.operands(args)), *found]
 
 
 def _result_dtype(problem: Problem, dtype: torch.dtype) -> torch.dtype:

@@ -407,14 +407,14 @@ def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_
     """Integers up to 256 are exact in bfloat16, and no partial sum is beyond the sum of magnitudes of few ones."""
     if uneven and not PROGRAMS[op].can_be_uneven:
         return
-    problems = [proof._problem(PROGRAMS[op], size, num_ranks, uneven) for size in proof.SIZES]
+    problems = [proof.problem_of(PROGRAMS[op], size, num_ranks, uneven=uneven) for size in proof.SIZES]
     for problem in problems:
         assert max(float(t.abs().max()) for t in problem.results()) <= 256
         assert sum(float(t.abs().sum()) for t in problem.biases) > 0
     exchanges = [problems[1].exchange(rank) for rank in range(num_ranks)]
     assert all((each.cut is not None) == uneven for each in exchanges)
     assert [list(result.shape) for result in problems[1].results()] == [each.out_shape for each in exchanges]
-    slot_bytes = max(proof._slot_bytes(problem, torch.float32) for problem in problems)
+    slot_bytes = max(proof.slot_bytes(problem, torch.float32) for problem in problems)
     assert len(exchanges[0].rounds(slot_bytes // num_ranks // 4)) >= proof.NUM_ROUNDS
     assert op != "matmul_all_reduce" or not exchanges[0].splits_columns  # the proof gives every rank the whole bias
 
