@@ -87,6 +87,7 @@ class Workspace(CallMemory):
         self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
         self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.launching`
+        self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.routed_rows`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
         self._side_stream: torch.cuda.Stream | None = None

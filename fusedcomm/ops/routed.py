@@ -5,7 +5,7 @@ A dispatch and a combine are each other's gradient. `moe_send` is a dispatch by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,17 +16,20 @@ from torch import Tensor
 from fusedcomm import env
 from fusedcomm.memory import dumps, exits, flight_recorder, group
 from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.memory.captures import WARM_UP, is_capturing
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable, on_device
+from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.members import member
 from fusedcomm.ops.call_check import same_collective
 from fusedcomm.ops.library import lib, refuse_transforms
 from fusedcomm.plan import planner
+from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape, sizes_of
-from fusedcomm.run.routed_rows import ByCollective, InPlace, grouped_matmul, grouped_outer, weighed
+from fusedcomm.run.routed_rows import ByCollective, ByKernels, InPlace, grouped_matmul, grouped_outer, weighed
 
-Way = ByCollective | InPlace
+Way = ByCollective | InPlace | ByKernels
 _GROUP = "int group_size, str group_name"
 SCHEMAS = {
     "moe_dispatch": "(Tensor x, Tensor expert_ids, int num_experts, int capacity, int alignment, "
@@ -42,12 +45,22 @@ COLLECTIVES = tuple(SCHEMAS)[:3]
 
 @contextmanager
 def _call(
-    op: str, t: Tensor, slot_bytes: int, facts: dict[str, Any], size: int, name: str, check: Callable[[], None]
+    op: str,
+    args: Sequence[Any],
+    slot_bytes: int,
+    facts: dict[str, Any],
+    size: int,
+    name: str,
+    check: Callable[[], None],
 ) -> Iterator[Way]:
-    """A call on all ranks. ``facts``: equal on all of them; ``check`` raises where this rank's input is wrong."""
+    """A call on all ranks. ``args``: of the op, the payload first. ``facts``: equal on all of them; ``check`` raises
+    where this rank's input is wrong.
+    """
     group.check_size(size, name)
+    t: Tensor = args[0]
     if size == 1:
-        check()
+        if _is_checked(t, env.check()):
+            check()
         yield ByCollective(CallMemory(0, 1, name, t.device))
         return
     dumps.arm()
@@ -55,16 +68,20 @@ def _call(
     fingerprint = fingerprint_of(op, t.dtype, *facts.items())
     record = flight_recorder.Record(op, name, t.device, dtype=t.dtype)
     with on_device(t.device), dumps.on_failure(), record:
+        ours = member(name, t.device, record)
         with same_collective(op, name, t, **facts):
             record.state = flight_recorder.CHECKING
-            check()
-        ours = member(name, t.device, record)
-        reason = _unfused(op, t, slot_bytes, ours)
-        with ours.lock if reason is None else nullcontext():
-            ours.count(record, "unfused" if reason else "chunked")
+            if _is_checked(t, ours.topology.check):
+                check()
+        algorithm = _algorithm(op, t, slot_bytes, ours)
+        with nullcontext() if algorithm == "unfused" else ours.lock:
+            ours.count(record, algorithm)
             record.state = flight_recorder.RUNNING
             try:
-                workspace = None if reason else ours.workspace_for(slot_bytes, op, fingerprint)
+                workspace = None if algorithm == "unfused" else ours.workspace_for(slot_bytes, op, fingerprint)
+                kind = op, *(layout_of(each) if isinstance(each, Tensor) else each for each in args)
+                if workspace is not None and is_capturing(t.device) and (kind, workspace.slot_bytes) not in ours.loaded:
+                    raise RuntimeError(f"{op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
             except WorkspaceUnavailable as error:
                 workspace, record.algorithm = None, "unfused"
                 planner.log_fallback(op, str(error))
@@ -75,29 +92,43 @@ def _call(
                 yield ByCollective(ours.memory)
                 return
             record.runs_on(workspace)
-            with workspace.guarded(op):
-                yield InPlace(workspace, op, fingerprint)
+            with ordered(workspace), workspace.guarded(op):
+                yield (ByKernels if algorithm == "fused" else InPlace)(workspace, op, fingerprint)
+            if algorithm == "fused":
+                ours.loaded.add((kind, workspace.slot_bytes))
+            if is_capturing(t.device):  # replays will move the epoch that plans count on the host
+                ours.prepare_anew()
 
 
-def _unfused(op: str, t: Tensor, slot_bytes: int, ours: Member) -> str | None:
-    """Why the call runs by the group's all_to_all_single, for whose splits the host waits; None if it does not."""
+def _is_checked(t: Tensor, asked: bool) -> bool:
+    """Whether the host looks at numbers of the input. On a GPU it would wait for them."""
+    return not t.is_cuda or (asked and not is_capturing(t.device))
+
+
+def _algorithm(op: str, t: Tensor, slot_bytes: int, ours: Member) -> str:
+    """`unfused` is the group's all_to_all_single, for whose splits the host waits; its reason is logged."""
     name, strict = force_algorithm.current
     name = name or ours.topology.algorithm
-    if name == "unfused":
-        return planner.FORCED
+    found = name or ("fused" if t.is_cuda else "chunked")
     reason = ours.no_workspace
-    if t.is_cuda:
-        reason = "no kernel for GPUs is written yet"
-    elif name not in (None, "chunked"):
-        reason = f"{op} runs chunked or unfused"
+    if found == "unfused":
+        reason = planner.FORCED
+    elif found not in env.WITH_WORKSPACE:
+        reason = f"{op} runs chunked, fused or unfused"
+    elif found == "chunked" and t.is_cuda:
+        reason = f"{op} copies rows whose counts the host knows: on a GPU kernels do"
     elif reason is None and slot_bytes > ours.max_slot_bytes:
         cap = f"FUSEDCOMM_WORKSPACE_BYTES={ours.topology.workspace_bytes}"
         reason = f"a slot takes {slot_bytes} bytes, and may have {ours.max_slot_bytes}: {cap}"
-    if reason is not None:
-        if strict and name is not None:
-            raise RuntimeError(f"{op} cannot run as {name}: {reason}")
+    elif reason is None and found == "fused":
+        reason = ours.topology.no_fused or ("float64 has no kernel" if t.dtype == torch.float64 else None)
+    if reason is None:
+        return found
+    if strict and name not in (None, "unfused"):
+        raise RuntimeError(f"{op} cannot run as {name}: {reason}")
+    if reason != planner.FORCED:
         planner.log_fallback(op, reason)
-    return reason
+    return "unfused"
 
 
 def _dispatch(
@@ -113,14 +144,14 @@ def _dispatch(
 
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
     slot_bytes = max(capacity * h * x.itemsize, size * num_experts * ids.itemsize)
-    with _call("moe_dispatch", x, slot_bytes, facts, size, name, check) as way:
+    with _call("moe_dispatch", [x, ids, *facts.values()], slot_bytes, facts, size, name, check) as way:
         counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
         rank = group.rank_of(name)
         packed = pack(ids, k, counts, rank, capacity, alignment)
         routing = Routing(packed, rank, size, ids.numel())
         rows = way.send(x, None, k, routing, capacity)
     checks = env.check() if size == 1 else member(name, x.device).topology.check
-    if checks and routing.overflow:
+    if checks and not is_capturing(x.device) and routing.overflow:
         need = counts.sum(0).view(size, -1).sum(1).tolist()
         raise RuntimeError(f"capacity={capacity} must hold the rows of each rank, got {need}")
     return rows, routing.ends, packed
@@ -129,7 +160,7 @@ def _dispatch(
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": x.shape[1]}
     slot_bytes, check = capacity * x.shape[1] * x.itemsize, _sizes_are(packed, x.shape[0] * k, k, capacity)
-    with _call("moe_send", x, slot_bytes, facts, size, name, check) as way:
+    with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
         return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)
 
@@ -159,11 +190,15 @@ def _combine(
     capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": n}
     check = _sizes_are(packed, num_tokens * k, k, capacity)
-    with _call("moe_combine", h, capacity * n * h.itemsize, facts, size, name, check) as way:
+    slot_bytes, args = capacity * n * h.itemsize, [h, w, scores, packed, num_tokens, k, return_received]
+    with _call("moe_combine", args, slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, num_tokens * k)
-        received = way.collect(h, w, routing).view(num_tokens, k, n)
-        y = weighed(received, scores, way.memory)
-    return y, received if return_received else h.new_empty(0)
+        if isinstance(way, ByKernels):
+            y, *received = way.combine(h, w, scores, routing, k, return_received)
+        else:
+            received = [way.collect(h, w, routing).view(num_tokens, k, n)]
+            y = weighed(received[0], scores, way.memory)
+    return y, received[0] if return_received else h.new_empty(0)
 
 
 def _fake_dispatch(

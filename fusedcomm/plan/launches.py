@@ -83,15 +83,15 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
     arguments = (
         describe_x(s, x, config) if use_tma else s.place(x),
         *_weights(s, w, bias, config, use_tma, parts),
-        _vector(s, x_scale),
-        _vector(s, w_scale),
+        vector(s, x_scale),
+        vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
-    num_programs = _num_programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
+    num_programs = programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma)}
     if config.num_warps < 8:  # more leave no room for a block that ptxas would make
         options["maxnreg"] = _ALL_REGISTERS
-    _launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
+    launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
 
 
 def pack(s: Builder, t: Tensor, spans: RoundSpans, *, own: bool = True) -> None:
@@ -170,13 +170,13 @@ def gather_matmul(
         s.place(out),
         describe_slots(s, spans, dtype, config, row_numel) if use_tma else None,
         *_weights(s, w, bias, config, use_tma, parts),
-        _vector(s, x_scale),
-        _vector(s, w_scale),
+        vector(s, x_scale),
+        vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
-    num_programs = _num_programs(s, "gather", num_tiles * shape.count)
-    _launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
+    num_programs = programs(s, "gather", num_tiles * shape.count)
+    launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
 
 
 def unpack(
@@ -198,7 +198,7 @@ def unpack(
         if end_round:
             wait(s)
         return
-    kind = _copy_out(s, 2 * s.group_size * spans.unpack.size * out.itemsize, beside, arrived)
+    kind = copy_out(s, 2 * s.group_size * spans.unpack.size * out.itemsize, beside, arrived)
     _copies(s, "copy.unpack_kernel", out, spans.unpack, kind, Unpacked(end_round, own))
 
 
@@ -229,21 +229,21 @@ def reduce(
     block, num_warps, in_sm = tiles.reduce_config(s.device.architecture, s.group_size, bias is not None)
     arguments = (
         s.place(out),
-        _vector(s, bias),
+        vector(s, bias),
         s.optional(residual),
         Table(),
         Reduced(span.size, span.start, spans.chunk_numel),
         1 if bias is None else bias.numel(),
         s.memory.slot_bytes,
-        *_of_round(s),
+        *of_round(s),
         scale != 1.0,
         block,
     )
     options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps * in_sm))}
-    kind = _copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived)
+    kind = copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived)
     alone = kind == "copy-out" and not s.device.shares_gpu
-    num_programs = _num_programs(s, kind, -(-span.size // block), in_sm if alone else 1)
-    _launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
+    num_programs = programs(s, kind, -(-span.size // block), in_sm if alone else 1)
+    launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
 
 
 def reduce_norm(
@@ -269,21 +269,21 @@ def reduce_norm(
     block, num_warps = tiles.norm_config(s.device.architecture, n, out.itemsize, s.group_size)
     arguments = (
         *map(s.place, (normed, out, residual)),
-        _vector(s, bias),
-        _vector(s, weight),
+        vector(s, bias),
+        vector(s, weight),
         Table(),
         Reduced(span.size, span.start, spans.chunk_numel),
         n,
         float(eps),
         s.memory.slot_bytes,
-        *_of_round(s),
+        *of_round(s),
         unit(out.itemsize, n),
         block,
         n <= block,
     )
     options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps))}
-    num_programs = _num_programs(s, "copy-out beside", span.size // n)
-    _launch(s, "reduce_norm.reduce_norm_kernel", num_programs, arguments, **options)
+    num_programs = programs(s, "copy-out beside", span.size // n)
+    launch(s, "reduce_norm.reduce_norm_kernel", num_programs, arguments, **options)
 
 
 def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
@@ -294,12 +294,12 @@ def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: floa
     n = x.shape[-1]
     block, num_warps = tiles.norm_config(s.device.architecture, n, x.itemsize, 1)
     num_rows, numbers = x.numel() // n, (unit(x.itemsize, n), block, n <= block)
-    arguments = s.place(normed), s.place(x), _vector(s, weight), num_rows, n, float(eps), *numbers
-    num_programs = _num_programs(s, "copy-out", num_rows, 2)
-    _launch(s, "reduce_norm.norm_kernel", num_programs, arguments, num_warps=num_warps)
+    arguments = s.place(normed), s.place(x), vector(s, weight), num_rows, n, float(eps), *numbers
+    num_programs = programs(s, "copy-out", num_rows, 2)
+    launch(s, "reduce_norm.norm_kernel", num_programs, arguments, num_warps=num_warps)
 
 
-def _copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
+def copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
     """The programs of a copy-out. It never waits on all SMs: kernels of ranks that it waits for may need some."""
     if beside or (num_bytes < _LEAST_ALONE and not arrived):
         return "copy-out beside"
@@ -310,7 +310,7 @@ def _copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
 
 def begin_push(s: Builder) -> None:
     """Call this before a round's first copy to a peer on this stream. Kernels that push do the same themselves."""
-    _launch(s, "handshake.begin_push_kernel", 1, (Table(), s.rank, s.memory.layout), num_warps=1)
+    launch(s, "handshake.begin_push_kernel", 1, (Table(), s.rank, s.memory.layout), num_warps=1)
 
 
 def signal(s: Builder, dst_rank: int | None) -> None:
@@ -318,13 +318,13 @@ def signal(s: Builder, dst_rank: int | None) -> None:
     first = (s.rank + 1) % s.group_size if dst_rank is None else dst_rank
     assert 0 <= first < s.group_size, f"dst_rank must be in [0, {s.group_size}), got {dst_rank}"
     count = s.group_size if dst_rank is None else 1
-    _launch(s, "handshake.signal_kernel", 1, (Table(), first, count, *_of_round(s)), num_warps=1)
+    launch(s, "handshake.signal_kernel", 1, (Table(), first, count, *of_round(s)), num_warps=1)
 
 
 def wait_source(s: Builder, src_rank: int) -> None:
     """Wait for one rank's signal, so that the stream may read its chunk. ``finish`` must follow the reads."""
     assert 0 <= src_rank < s.group_size, f"src_rank must be in [0, {s.group_size}), got {src_rank}"
-    _launch(s, "handshake.wait_source_kernel", 1, (Table(), src_rank, *_of_round(s)), num_warps=1)
+    launch(s, "handshake.wait_source_kernel", 1, (Table(), src_rank, *of_round(s)), num_warps=1)
 
 
 def wait(s: Builder) -> None:
@@ -348,8 +348,8 @@ def finish(s: Builder, out: Tensor, *, end_round: bool) -> None:
 
 def _finish(s: Builder, out: Tensor | None, end_round: bool) -> None:
     numel = 0 if out is None else out.numel()
-    arguments = s.optional(out), numel, Table(), *_of_round(s), _POISON_BLOCK, end_round
-    _launch(s, "handshake.finish_kernel", 1, arguments, num_warps=1)
+    arguments = s.optional(out), numel, Table(), *of_round(s), _POISON_BLOCK, end_round
+    launch(s, "handshake.finish_kernel", 1, arguments, num_warps=1)
 
 
 def contiguous(s: Builder, x: Operand) -> Operand:
@@ -379,11 +379,11 @@ def _scaled(w: Tensor, x_scale: Given, w_scale: Given, dtype: torch.dtype) -> bu
     return bundles.Scaled(by_row, packed, len(w) > 1 and not shared, *blocks, name)
 
 
-def _launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
+def launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
     s.add(Launch(kernel, num_programs, arguments, tuple(options.items())))
 
 
-def _num_programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int:
+def programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int:
     assert num_tiles <= _MOST_TILES, f"a kernel counts at most {_MOST_TILES} tiles, got {num_tiles}"
     return min(s.device.num_programs(kind) * per_sm, num_tiles)
 
@@ -404,7 +404,7 @@ def _matrices(s: Builder, w: Tensor) -> Tensor:
 def _weights(
     s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool, parts: tuple[int, bool]
 ) -> tuple[Any, Place | None]:
-    return describe_w(s, w, config, *parts) if use_tma else s.place(w), _vector(s, bias)
+    return describe_w(s, w, config, *parts) if use_tma else s.place(w), vector(s, bias)
 
 
 def _aligned(w: Tensor, *numbers: int) -> bool:
@@ -419,11 +419,11 @@ def _loaded_units(w: Tensor, use_tma: bool, *columns: int) -> dict[str, int]:
     return {"k_unit": unit(w.itemsize, w.shape[1], *columns), "w_unit": unit(w.itemsize, *strides)}
 
 
-def _vector(s: Builder, bias: Tensor | None) -> Place | None:
+def vector(s: Builder, bias: Tensor | None) -> Place | None:
     return None if bias is None else s.place(s.contiguous(bias))
 
 
-def _of_round(s: Builder) -> tuple[Fingerprint, int, SegmentLayout]:
+def of_round(s: Builder) -> tuple[Fingerprint, int, SegmentLayout]:
     return Fingerprint(), s.rank, s.memory.layout
 
 
@@ -436,7 +436,7 @@ def _of_matmul(
         Table(),
         (tuple(spans.batches), tuple(spans.rows), tuple(spans.columns)),  # Triton takes three times as long for named
         Sizes(num_m, num_n, num_k, *w.stride(), spans.chunk_numel, s.memory.slot_bytes),
-        *_of_round(s),
+        *of_round(s),
         config,
         traits,
     )
@@ -445,9 +445,9 @@ def _of_matmul(
 def _copies(s: Builder, kernel: str, t: Tensor, span: Span, kind: str, traits: bool | Unpacked) -> None:
     """Launch pack_kernel or unpack_kernel. Its programs share the tiles of one chunk after the other."""
     config = tiles.copy_config(s.device.architecture, span, t.itemsize)
-    arguments = s.place(t), Table(), tuple(span), s.memory.slot_bytes, *_of_round(s), config, traits
-    num_programs = _num_programs(s, kind, tiles.num_copies(config, span))
-    _launch(s, kernel, num_programs, arguments, num_warps=config.num_warps)
+    arguments = s.place(t), Table(), tuple(span), s.memory.slot_bytes, *of_round(s), config, traits
+    num_programs = programs(s, kind, tiles.num_copies(config, span))
+    launch(s, kernel, num_programs, arguments, num_warps=config.num_warps)
 
 
 def _in_whole_blocks(columns: Span, block_k: int, in_runs: int) -> bool:

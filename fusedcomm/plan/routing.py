@@ -1,11 +1,9 @@
 """Mixture of experts: the row of each token slot on the rank of its expert, from the counts of all ranks.
 
 Experts lie in equal blocks over R ranks. A slot is one of a token's k choices; slots are numbered token * k + choice.
-An expert's rows lie one behind the other, by rank and slot. Nothing here asks the device for a number but
-`Routing.host_counts`, which the host's copies need: a kernel takes `places` and the counts where they are.
-
-A `Schedule` has all sizes and places of a call before it runs; here they follow from counts that it brings. So these
-calls have none, and a step that reads an index tensor would not do: the copies themselves are counted by it.
+An expert's rows lie one behind the other, by rank and slot. Nothing here asks the device for a number, or brings it
+one from the host's memory, but `Routing.host_counts`: the host's copies need it. Kernels take `places`, `first` and
+`filled` where they are; their `Schedule` has sizes alone, which do not change with the counts.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Run(NamedTuple):
 
 
 class Routing:
-    """Views of a routing tensor, int64 [7 + 2R + 2 * ceil(num_slots / E), E].
+    """Views of a routing tensor, int64 [8 + 2R + 2 * ceil(num_slots / E), E].
 
     Attributes:
         overflow: bool [], whether any rank's rows are dropped.
@@ -37,16 +35,25 @@ class Routing:
         counts: [R, E], rows that each rank has for each expert.
         kept: [R, E], those that have a place.
         first: [E], the row where each expert begins on its rank.
+        filled: [E], where its rows end; behind them is room to align.
         places: [num_slots], expert's rank * capacity + row, or -1.
         order: [num_slots], the slots in the order of their places.
     """
 
     def __init__(self, packed: Tensor, rank: int, group_size: int, num_slots: int) -> None:
         self.rank, self.group_size, self.num_experts = rank, group_size, packed.shape[1]
-        counts, self.first = packed[_COUNTS : _COUNTS + 2 * group_size], packed[_COUNTS + 2 * group_size]
-        self.overflow, self.ends = overflow(packed), ends_of(packed, group_size)
-        self.counts, self.kept = counts[:group_size], counts[group_size:]
-        self.places, self.order = packed[_COUNTS + 2 * group_size + 1 :].reshape(2, -1)[:, :num_slots]
+        self.packed = packed
+        self.counts, self.kept = packed[_COUNTS : _COUNTS + 2 * group_size].view(2, group_size, -1)
+        self.first, self.filled = packed[_COUNTS + 2 * group_size :][:2]
+        self.places, self.order = packed[_COUNTS + 2 * group_size + 2 :].reshape(2, -1)[:, :num_slots]
+
+    @property
+    def overflow(self) -> Tensor:
+        return overflow(self.packed)
+
+    @property
+    def ends(self) -> Tensor:
+        return ends_of(self.packed, self.group_size)
 
     def experts(self, rank: int) -> slice:
         return slice(rank * self.num_experts // self.group_size, (rank + 1) * self.num_experts // self.group_size)
@@ -84,7 +91,7 @@ class Routing:
 
 def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:
     """``num_slots`` may be symbolic."""
-    return _COUNTS + 2 * group_size + 1 + 2 * ((num_slots + num_experts - 1) // num_experts), num_experts
+    return _COUNTS + 2 * group_size + 2 + 2 * ((num_slots + num_experts - 1) // num_experts), num_experts
 
 
 def overflow(packed: Tensor) -> Tensor:
@@ -134,14 +141,16 @@ def pack(expert_ids: Tensor, k: int, counts: Tensor, rank: int, capacity: int, a
     row = first[clamped] + before[rank][clamped] + index
     place = clamped // (num_experts // group_size) * capacity + row
     has_place = (by_expert >= 0) & (index < kept[rank][clamped])
-    places = torch.empty_like(order).scatter_(0, order, torch.where(has_place, place, -1))
+    places = torch.empty_like(order).scatter_(0, order, place.masked_fill(~has_place, -1))
 
     packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
     packed[_OVERFLOW] = (counts != kept).any()
-    packed[_SIZES:_COUNTS, 0] = counts.new_tensor([num_slots, k, capacity])
+    for i, size in enumerate((num_slots, k, capacity)):
+        packed[_SIZES + i].fill_(size)
     packed[_ENDS, : num_experts // group_size] = ends[rank]
     packed[_TOTALS] = counts.sum(0)
-    packed[_COUNTS : _COUNTS + 2 * group_size + 1] = torch.cat([counts, kept, first[None]])
+    filled = first + rows.flatten()
+    packed[_COUNTS : _COUNTS + 2 * group_size + 2] = torch.cat([counts, kept, first[None], filled[None]])
     made = Routing(packed, rank, group_size, num_slots)
     made.places.copy_(places)
     made.order.copy_(places.argsort())
@@ -159,8 +168,8 @@ def _kept_rows(totals: Tensor, capacity: int, alignment: int) -> Tensor:
     below = ranked.cumsum(1) - ranked
     higher = torch.arange(ranked.shape[1], 0, -1, device=units.device)  # experts with at least as many
     full = below + ranked * higher > room
-    level = torch.where(full, (room - below).div(higher, rounding_mode="floor"), -1).amax(1, keepdim=True)
-    level = torch.where(full.any(1, keepdim=True), level, room)
+    level = (room - below).div(higher, rounding_mode="floor").masked_fill(~full, -1).amax(1, keepdim=True)
+    level = level.masked_fill(~full.any(1, keepdim=True), room)
     fits, is_cut = units.minimum(level), units > level
     spare = room - fits.sum(1, keepdim=True)
     fits += is_cut & (is_cut.cumsum(1) <= spare)

@@ -1,4 +1,5 @@
-"""Rows that travel to the ranks of their experts, and back: by the process group, or in symmetric memory.
+"""Rows that travel to the ranks of their experts, and back: by the process group, or in symmetric memory, by the host
+or by kernels.
 
 In symmetric memory a dispatch takes two rounds. In the first every rank tells its counts; in the second it writes each
 row where it belongs on the expert's rank: in the result, if that rank has posted it, or in the slot. A combine takes
@@ -9,15 +10,24 @@ one, end before the round does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm.memory import group
 from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan import builder, routed_rounds
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.routing import Routing
+from fusedcomm.plan.schedule import Schedule
+from fusedcomm.run import python_executor
+
+_MOST_KEPT = 1024  # schedules of a workspace; with more, as when sizes keep changing, it begins anew
 
 
 class ByCollective:
@@ -70,6 +80,46 @@ class ByCollective:
         out = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(out, rows, received, sent, group=group.find(self.memory.group_name))
         return out
+
+
+class ByKernels:
+    """``fused``: the host knows no count, waits for nothing, and a CUDA graph can hold calls. ``workspace``: as in
+    `InPlace`.
+    """
+
+    def __init__(self, workspace: Workspace, op: str, fingerprint: int) -> None:
+        self.memory = self.workspace = workspace
+        self.op, self.fingerprint = op, fingerprint
+
+    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return self._run(routed_rounds.tell_counts, own)[0]
+
+    def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
+        return self._run(routed_rounds.send, x, scores, routing.packed, k=k, capacity=capacity)[0]
+
+    def combine(
+        self, h: Tensor, w: Tensor | None, scores: Tensor | None, routing: Routing, k: int, return_received: bool
+    ) -> list[Tensor]:
+        """[T, N], and the rows [T, k, N] if asked for."""
+        rows = h if w is None else grouped_matmul(h, w, routing.ends)
+        facts = {"num_tokens": len(routing.places) // k, "k": k, "return_received": return_received}
+        return self._run(routed_rounds.combine, rows, scores, routing.packed, **facts)
+
+    def _run(self, program: Callable[..., list[Tensor]], *inputs: Tensor | None, **facts: Any) -> list[Tensor]:
+        workspace = self.workspace
+        layouts = tuple(None if t is None else builder.layout_of(t) for t in inputs)
+        key = program, layouts, workspace.device_facts(), *facts.values()
+        if key not in workspace.schedules:
+            if len(workspace.schedules) >= _MOST_KEPT:
+                workspace.schedules.clear()
+            workspace.schedules[key] = _schedule(program, workspace, layouts, facts)
+        return python_executor.run(workspace.schedules[key], workspace, self.op, self.fingerprint, inputs)
+
+
+@outside_modes()
+def _schedule(program: Any, workspace: Workspace, layouts: Any, facts: dict[str, Any]) -> Schedule:
+    s = builder.Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
+    return s.finish(*program(s, *s.inputs, **facts))
 
 
 class InPlace:
@@ -189,7 +239,7 @@ def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None
     if h.is_cuda:
         found = torch.nn.functional.grouped_mm(h, w, offs=ends)
         is_row = torch.arange(h.shape[0], device=h.device) < ends[-1]
-        return found.where(is_row[:, None], 0)
+        return found.masked_fill(~is_row[:, None], 0)
     out = h.new_empty(h.shape[0], w.shape[2]) if out is None else out
     begin = 0
     for each, end in zip(w, ends.tolist(), strict=True):

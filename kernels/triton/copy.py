@@ -51,8 +51,9 @@ def _copy(
         in_tensor = tensor + at + runs.to(tl.int64)[:, None] * span.outer_stride + offsets[None, :]
         in_chunk = chunk + first + runs[:, None] * inner + offsets[None, :]
         if POISON:
-            nan = tl.full((BLOCK_RUNS, BLOCK_INNER), float("nan"), tl.float32)
-            tl.store(in_tensor, nan.to(tensor.dtype.element_ty), mask)
+            value: tl.constexpr = 0 if tensor.dtype.element_ty.is_int() else float("nan")
+            poison = tl.full((BLOCK_RUNS, BLOCK_INNER), value, tl.float32)
+            tl.store(in_tensor, poison.to(tensor.dtype.element_ty), mask)
         elif TO_CHUNK:
             tl.store(in_chunk, tl.load(in_tensor, mask), mask)
         else:

@@ -128,12 +128,14 @@ def routed(problem: Problem, rank: int, x: Tensor, ids: Tensor) -> tuple[Tensor,
 
 
 @on_ranks()
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "fused"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values_and_gradients(rank: int, world_size: int, algorithm: str) -> None:
     """Exact. Calls follow each other in both slots, and ranks post results of earlier sizes."""
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         for seed, case in enumerate([*CASES, *CASES[:2]]):
+            if algorithm == "fused" and case.dtype == torch.float64:
+                continue
             problem = Problem(case, world_size, 100 * seed)
             x, scores = (t[rank].to(case.dtype).requires_grad_() for t in (problem.xs, problem.scores))
             ids = problem.ids[rank].to(torch.int32 if seed % 2 else torch.int64)

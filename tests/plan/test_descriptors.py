@@ -86,9 +86,9 @@ def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
 
 def test_tiles_are_counted_in_32_bits() -> None:
     s = planned(device=Device(num_sms=132))
-    assert launches._num_programs(s, "push", 2**31 - 2**12) == 132
+    assert launches.programs(s, "push", 2**31 - 2**12) == 132
     with pytest.raises(AssertionError, match="a kernel counts at most 2147479552 tiles, got 2147479553"):
-        launches._num_programs(s, "push", 2**31 - 2**12 + 1)
+        launches.programs(s, "push", 2**31 - 2**12 + 1)
 
 
 @pytest.mark.thorough

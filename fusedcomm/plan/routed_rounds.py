@@ -1,0 +1,103 @@
+"""`fused` rounds of a mixture of experts. Their sizes are static: no step depends on counts, which kernels read.
+
+A slot holds the rows of one rank: sources write those of a dispatch where they belong, and a combine reads its peers'
+slots. Its reads come before this rank's signals of the next round, as in `fusedcomm.memory.workspace`; so they come
+before any rank writes the slot of that parity again, in its own segment or in another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.plan import launches, tiles
+from fusedcomm.plan.builder import Builder, Given
+from fusedcomm.plan.descriptors import unit
+from fusedcomm.plan.geometry import payloads
+from fusedcomm.plan.routing import Routing
+from fusedcomm.plan.schedule import EndRound, Table
+
+
+def tell_counts(s: Builder, own: Tensor) -> list[Tensor]:
+    """[R, E] of every rank's counts [E]; zeros where the round fails."""
+    exchange = payloads.all_gather((1, own.numel()), 0, s.group_size)
+    counts = s.result(exchange.out_shape, own.dtype)
+    for spans in exchange.rounds(s.max_chunk_numel(own.dtype)):
+        with s.lane("push"):
+            launches.pack(s, own, spans)
+        with s.lane("copy"):
+            launches.unpack(s, counts, spans)
+        s.add(EndRound(by_kernel=True))
+    return [counts]
+
+
+def send(s: Builder, x: Tensor, scores: Given, packed: Tensor, *, k: int, capacity: int) -> list[Tensor]:
+    """[capacity, N]: all ranks' rows of x [T, N], times scores [T * k], for this rank's experts, else zero."""
+    x = s.contiguous(x)
+    routing = Routing(packed, s.rank, s.group_size, len(x) * k)
+    rows = s.result((capacity, x.shape[1]), x.dtype)
+    with s.lane("push"):
+        _of_tokens(s, "send_rows", "push", [x, _flat(s, scores)], routing, x, k, capacity)
+    with s.lane("copy"):
+        kind = launches.copy_out(s, 2 * capacity * x.shape[1] * x.itemsize, beside=False, arrived=False)
+        _of_slot(s, "take_rows", kind, rows, routing)
+    s.add(EndRound(by_kernel=True))
+    return [rows]
+
+
+def combine(
+    s: Builder, h: Tensor, scores: Given, packed: Tensor, *, num_tokens: int, k: int, return_received: bool
+) -> list[Tensor]:
+    """[T, N]: sums of each token's rows of all ranks' h [capacity, N] times scores [T * k]; and the rows [T, k, N]."""
+    h, (capacity, n) = s.contiguous(h), h.shape
+    routing = Routing(packed, s.rank, s.group_size, num_tokens * k)
+    y = s.result((num_tokens, n), h.dtype)
+    received = s.result((num_tokens, k, n), h.dtype) if return_received else None
+    with s.lane("push"):
+        _of_slot(s, "show_rows", "pack", h, routing)
+    with s.lane("copy"):
+        num_bytes = (k + 1 + k * return_received) * y.numel() * h.itemsize
+        kind = launches.copy_out(s, num_bytes, beside=False, arrived=False)
+        _of_tokens(s, "add_rows", kind, [y, received, _flat(s, scores)], routing, y, k, capacity)
+    s.add(EndRound(by_kernel=True))
+    return [y] if received is None else [y, received]
+
+
+def _flat(s: Builder, scores: Given) -> Given:
+    return None if scores is None else s.contiguous(scores)
+
+
+def _of_tokens(
+    s: Builder, name: str, kind: str, tensors: list[Given], routing: Routing, rows: Tensor, k: int, capacity: int
+) -> None:
+    """Launch programs that each take one of the tokens [T, N] after the other."""
+    num_tokens, n = rows.shape
+    block, num_warps, in_sm = tiles.rows_config(s.device.architecture, n, rows.itemsize)
+    places = [*map(s.optional, tensors), s.place(routing.places)]
+    sizes = num_tokens, capacity, n, s.memory.slot_bytes
+    arguments = *places, Table(), *sizes, *launches.of_round(s), k, unit(rows.itemsize, n), block
+    _launch(s, name, kind, num_tokens, in_sm, arguments, num_warps)
+
+
+def _of_slot(s: Builder, name: str, kind: str, rows: Tensor, routing: Routing) -> None:
+    """Launch programs that copy the experts' rows between the slot and a tensor [capacity, N]."""
+    capacity, n = rows.shape
+    config = tiles.copy_config(s.device.architecture, Span(capacity * n, 0, max(n, 1), n, 0), rows.itemsize)
+    first, filled = (t[routing.experts(s.rank)] for t in (routing.first, routing.filled))
+    sizes = len(first), capacity, n, s.memory.slot_bytes
+    static = unit(rows.itemsize, n), config, 1 << (len(first) - 1).bit_length()
+    arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *static
+    num_tiles = -(-capacity // config.block_runs) * -(-n // config.block_inner)
+    _launch(s, name, kind, num_tiles, 1, arguments, config.num_warps)
+
+
+def _launch(
+    s: Builder, name: str, kind: str, num_tiles: int, in_sm: int, arguments: tuple[Any, ...], num_warps: int
+) -> None:
+    """At least one program signals, or ends the round. Those that wait leave room where ranks share a GPU."""
+    alone = kind != "copy-out beside" and not s.device.shares_gpu
+    num_programs = launches.programs(s, kind, max(1, num_tiles), in_sm if alone else 1)
+    options = {"num_warps": num_warps} | ({"maxnreg": 64} if in_sm > 1 else {})
+    launches.launch(s, f"token_rows.{name}_kernel", num_programs, arguments, **options)

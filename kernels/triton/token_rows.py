@@ -1,0 +1,220 @@
+"""Rows of tokens that go to experts and come back: pushes by places, their copy-out, and sums of rows in all slots.
+
+A place is rank * capacity + row, or -1 where a token's choice has no row. The slot of a round is one block of rows,
+[capacity, N]: a dispatch stores rows of all sources in it, and in a combine its owner does.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedcomm.kernels.triton.primitives import in_units, rounded
+from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, report, slot_of, wait_all
+
+
+@triton.jit
+def _place(places_ptr, i, capacity, GROUP_SIZE: tl.constexpr):
+    """(rank, row, whether there is one) of choice i. A routing of another call leads to no other memory."""
+    place = tl.load(places_ptr + i)
+    there = (place >= 0) & (place < tl.cast(capacity, tl.int64) * GROUP_SIZE)
+    rank = tl.where(there, place, 0) // tl.maximum(capacity, 1)
+    return rank, place - rank * capacity, there
+
+
+@triton.jit
+def _report_all(round, LAYOUT: tl.constexpr):
+    """Each program has stored its part of every rank's rows."""
+    for step in range(LAYOUT.group_size):
+        report(round, (round.rank + step) % LAYOUT.group_size, 1, tl.num_programs(0), LAYOUT)
+
+
+@triton.jit
+def _copy_rows(
+    to,
+    source,
+    first_ptr,  # [E], the rows where experts begin, and
+    filled_ptr,  # [E], end
+    num_experts,
+    capacity,
+    N,
+    FILL: tl.constexpr,  # None: rows of no expert stay as they are
+    TILE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """to[row] = source[row] of [capacity, N] for the experts' rows, FILL for others, or with source None for all."""
+    tiles_in_row = tl.cdiv(N, TILE.block_inner)
+    experts = tl.arange(0, EXPERTS)
+    first = tl.load(first_ptr + experts, experts < num_experts, other=0)
+    filled = tl.load(filled_ptr + experts, experts < num_experts, other=0)
+    for tile in range(tl.program_id(0), tl.cdiv(capacity, TILE.block_runs) * tiles_in_row, tl.num_programs(0)):
+        row = tile // tiles_in_row * TILE.block_runs
+        rows = row + tl.arange(0, TILE.block_runs)
+        columns = tile % tiles_in_row * TILE.block_inner + tl.arange(0, TILE.block_inner)
+        mask = (rows < capacity)[:, None] & (columns < N)[None, :]
+        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        if source is None:
+            tl.store(
+                to + at, tl.full((TILE.block_runs, TILE.block_inner), FILL, tl.float32).to(to.dtype.element_ty), mask
+            )
+        else:
+            owned = (rows[:, None] >= first[None, :]) & (rows[:, None] < filled[None, :])
+            there = mask & (tl.max(owned.to(tl.int32), axis=1) != 0)[:, None]
+            value = tl.load(source + at, there, other=0)
+            tl.store(to + at, value, there if FILL is None else mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "capacity", "fingerprint", "rank"])
+def send_rows_kernel(
+    x_ptr,  # [T, N], contiguous
+    scores_ptr,  # [T * K], or None
+    places_ptr,  # [T * K]
+    segments_ptr,  # [R] addresses of the ranks' segments
+    num_tokens,
+    capacity,
+    N,
+    slot_bytes,
+    fingerprint,
+    rank,
+    LAYOUT: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store x[i // K] * scores[i], rounded once, at the place of each choice i, and signal every rank.
+
+    The kernel waits for nothing: a slot is free by rule 1 of the protocol.
+    """
+    N = in_units(N, UNIT)
+    dtype = x_ptr.dtype.element_ty
+    round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
+    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        wide = tl.cast(token, tl.int64)
+        for begin in range(0, N, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            row = tl.load(x_ptr + wide * N + columns, columns < N)
+            for choice in range(K):
+                i = wide * K + choice
+                dst_rank, at, there = _place(places_ptr, i, capacity, LAYOUT.group_size)
+                if there:
+                    value = row
+                    if scores_ptr is not None:
+                        value = rounded(row.to(tl.float32) * tl.load(scores_ptr + i).to(tl.float32), dtype)
+                    slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, slot_bytes, LAYOUT, dtype)
+                    tl.store(slot + at * N + columns, value, columns < N)
+    _report_all(round, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["num_experts", "capacity", "fingerprint", "rank"])
+def take_rows_kernel(
+    rows_ptr,  # [capacity, N], contiguous
+    first_ptr,
+    filled_ptr,
+    segments_ptr,  # [R] addresses of the ranks' segments
+    num_experts,
+    capacity,
+    N,
+    slot_bytes,
+    fingerprint,
+    rank,
+    LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Copy the experts' rows out of the slot, and make the others zero.
+
+    The kernel waits, bounded, for the signal of each src_rank's send_rows_kernel, and ends the round. On failure it
+    writes NaN.
+    """
+    N = in_units(N, UNIT)
+    round = next_round(segments_ptr, rank, fingerprint)
+    failed = wait_all(round, LAYOUT)
+    if failed == 0:
+        slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, rows_ptr.dtype.element_ty)
+        _copy_rows(rows_ptr, slot, first_ptr, filled_ptr, num_experts, capacity, N, 0, TILE, EXPERTS)
+    if must_poison(round, failed, LAYOUT):
+        nan: tl.constexpr = float("nan")
+        _copy_rows(rows_ptr, None, first_ptr, filled_ptr, num_experts, capacity, N, nan, TILE, EXPERTS)
+    end_round(round)
+
+
+@triton.jit(do_not_specialize=["num_experts", "capacity", "fingerprint", "rank"])
+def show_rows_kernel(
+    rows_ptr,  # [capacity, N], contiguous
+    first_ptr,
+    filled_ptr,
+    segments_ptr,  # [R] addresses of the ranks' segments
+    num_experts,
+    capacity,
+    N,
+    slot_bytes,
+    fingerprint,
+    rank,
+    LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Copy the experts' rows into this rank's own slot, where peers read them, and signal every rank."""
+    N = in_units(N, UNIT)
+    round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
+    slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, rows_ptr.dtype.element_ty)
+    _copy_rows(slot, rows_ptr, first_ptr, filled_ptr, num_experts, capacity, N, None, TILE, EXPERTS)
+    _report_all(round, LAYOUT)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "capacity", "fingerprint", "rank"])
+def add_rows_kernel(
+    y_ptr,  # [T, N], contiguous
+    received_ptr,  # [T * K, N], or None
+    scores_ptr,  # [T * K], or None
+    places_ptr,  # [T * K]
+    segments_ptr,  # [R] addresses of the ranks' segments
+    num_tokens,
+    capacity,
+    N,
+    slot_bytes,
+    fingerprint,
+    rank,
+    LAYOUT: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y[t] = sum of received[i] * scores[i] over t's choices i, in order, in float32, rounded once. received[i] is the
+    row at the place of i, in the slot of its rank, or zero.
+
+    The kernel waits, bounded, for the signal of each rank's show_rows_kernel, and ends the round: peers' slots are read
+    before. On failure it writes NaN.
+    """
+    N = in_units(N, UNIT)
+    dtype = y_ptr.dtype.element_ty
+    round = next_round(segments_ptr, rank, fingerprint)
+    failed = wait_all(round, LAYOUT)
+    for token in range(tl.program_id(0), tl.where(failed, 0, num_tokens), tl.num_programs(0)):
+        wide = tl.cast(token, tl.int64)
+        for begin in range(0, N, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for choice in tl.range(0, K, loop_unroll_factor=4):
+                i = wide * K + choice
+                src_rank, at, there = _place(places_ptr, i, capacity, LAYOUT.group_size)
+                slot = slot_of(tl.load(segments_ptr + src_rank), round.epoch, slot_bytes, LAYOUT, dtype)
+                value = tl.load(slot + at * N + columns, columns < tl.where(there, N, 0), other=0)
+                if received_ptr is not None:
+                    tl.store(received_ptr + i * N + columns, value, columns < N)
+                addend = value.to(tl.float32)
+                if scores_ptr is not None:
+                    addend *= tl.load(scores_ptr + i).to(tl.float32)
+                total += addend
+            tl.store(y_ptr + wide * N + columns, rounded(total, dtype), columns < N)
+    if must_poison(round, failed, LAYOUT):
+        nan = tl.full((BLOCK,), float("nan"), tl.float32).to(dtype)
+        for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+            wide = tl.cast(token, tl.int64)
+            for begin in range(0, N, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                tl.store(y_ptr + wide * N + columns, nan, columns < N)
+                if received_ptr is not None:
+                    for choice in range(K):
+                        tl.store(received_ptr + (wide * K + choice) * N + columns, nan, columns < N)
+    end_round(round)
