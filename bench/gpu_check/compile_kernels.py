@@ -21,6 +21,7 @@ from fusedcomm.bench.gpu_check import (
     child,
     host_time,
     kernel_speed,
+    moe_calls,
     op_speed,
     problems,
     processes,
@@ -109,6 +110,7 @@ def jobs_of_right() -> Iterator[tuple[str, Job]]:
     for part in (processes, virtual_ranks):
         yield from _calls(part.calls(cuda=True))
     yield from problems.jobs()
+    yield from moe_calls.jobs("right")
 
 
 def jobs_of_fast() -> Iterator[tuple[str, Job]]:
@@ -118,6 +120,7 @@ def jobs_of_fast() -> Iterator[tuple[str, Job]]:
             yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
     yield from scaled.jobs()
     yield from tail_speed.jobs()
+    yield from moe_calls.jobs("fast")
     yield "pack", _pack
     yield "unpack", _unpack
     for size in kernel_speed.REDUCED:

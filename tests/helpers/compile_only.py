@@ -28,9 +28,12 @@ from torch import Tensor
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.memory import topology
 from fusedcomm.memory.segment import HeaderLayout
-from fusedcomm.plan.builder import Device, Memory
+from fusedcomm.plan import routed_rounds, routing
+from fusedcomm.plan.builder import Builder, Device, Memory, layout_of
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.schedule import Launch
+from fusedcomm.run import python_executor
 from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order, scaled_rounds
 from tests.helpers.narrow_products import narrow_products
@@ -92,6 +95,9 @@ class MetaWorkspace:
         segment = torch.empty(layout.segment_bytes(self.slot_bytes), dtype=torch.uint8, device="meta")
         self.buffers, self.device = [segment] * group_size, segment.device
         self.kernels = dict[int, Any]()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, posted: bool) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def memory_facts(self) -> Memory:
         return Memory(RANK, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout)
@@ -220,6 +226,24 @@ def norm_rows(n: int, dtype: torch.dtype = torch.bfloat16) -> None:
     launch_now.norm(normed, x, torch.empty(n, dtype=dtype, device="meta"), 1e-6, MetaWorkspace())
 
 
+def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True) -> None:
+    """Launch one of the kernels of a dispatch or combine of 8192 tokens to 64 experts, 8 each."""
+    workspace, k, capacity = MetaWorkspace(), 8, 16384
+    packed = torch.empty(routing.packed_shape(8192 * k, 64, GROUP_SIZE), dtype=torch.int64, device="meta")
+    rows, weights = torch.empty(capacity, n, dtype=dtype, device="meta"), torch.empty(8192 * k, device="meta")
+    tensors = rows if kernel in ("show", "add") else rows[:8192], weights if scores else None, packed
+    s = Builder(
+        workspace.memory_facts(), workspace.device_facts(), [None if t is None else layout_of(t) for t in tensors]
+    )
+    if kernel in ("show", "add"):
+        routed_rounds.combine(s, *s.inputs, num_tokens=8192, k=k, return_received=scores)
+    else:
+        routed_rounds.send(s, *s.inputs, k=k, capacity=capacity)
+    schedule = s.finish()
+    steps = [step for step in schedule.steps if isinstance(step.work, Launch) and f".{kernel}_rows" in step.work.kernel]
+    python_executor.run(dataclasses.replace(schedule, steps=steps), workspace, "", 1, tensors)
+
+
 def finish() -> None:
     out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     launch_now.finish(out, MetaWorkspace(), 1, end_round=True)
@@ -268,6 +292,9 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "norm 8192", partial(norm_rows, 8192)
     yield "reduce and norm fp32", partial(reduce_norm, 4096, torch.float32)
     yield "reduce and norm of 16 ranks", partial(reduce_norm, 16384, group_size=16)
+    for kernel in ("send", "take", "show", "add"):
+        yield f"{kernel} rows", partial(token_rows, kernel)
+        yield f"{kernel} rows fp32 odd", partial(token_rows, kernel, 4100, torch.float32, scores=False)
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)
     yield "begin push", lambda: launch_now.begin_push(MetaWorkspace())
@@ -368,7 +395,9 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
         joined=sum(loop.stores for loop in loops),
         barriers=max((loop.barriers for loop in loops), default=0),
         counts={key: len(re.findall(pattern, ptx)) for key, pattern in COUNTED.items()},
-        order=ptx_order.violations(ptx, reads_after_wait=name.startswith(("unpack", "gather", "reduce"))),
+        order=ptx_order.violations(
+            ptx, reads_after_wait=name.startswith(("unpack", "gather", "reduce", "take", "add"))
+        ),
         products=narrow_products(kernel.asm["ttir"]),
     )
 

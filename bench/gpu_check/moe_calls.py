@@ -1,0 +1,245 @@
+"""Mixture of experts on virtual ranks. Two parts, by the argument: values (in graphs too, and of a rank that waits in
+vain), and speed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fusedcomm
+from fusedcomm.bench.gpu_check import child
+from fusedcomm.bench.gpu_check.device_clock import interleaved
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan.routing import Routing, counts_of, pack
+from fusedcomm.run.routed_rows import ByKernels
+from fusedcomm.testing.virtual import VirtualGroup
+
+OP, TIMES, BOUND_S = "moe_dispatch", 5, 1.0
+Inputs = tuple[Tensor, Tensor, Tensor]  # x [T, N], expert_ids [T * k], scores [T, k] of a rank
+
+
+class Moe(NamedTuple):
+    """A dispatch and a combine of its rows."""
+
+    group_size: int
+    dtype: torch.dtype
+    tokens: int
+    columns: int
+    experts: int  # of a rank
+    k: int
+    capacity: int
+    alignment: int = 1
+
+    def __str__(self) -> str:
+        return f"R={self.group_size} {str(self.dtype).removeprefix('torch.')} {self.columns} columns, k={self.k}"
+
+    def group(self, device: torch.device) -> VirtualGroup:
+        """A group that has run the calls once, on each rank."""
+        num_bytes = max(self.capacity * self.columns * self.dtype.itemsize, 8 * self.group_size**2 * self.experts, 128)
+        group = VirtualGroup(self.group_size, num_bytes, device)
+        inputs = self.inputs(device, 0)[0]
+        group.load(lambda workspace: self.dispatch(workspace, inputs), FINGERPRINT)
+        ids = inputs[1]
+        counts = counts_of(ids, self.num_experts).repeat(self.group_size, 1)
+        packed = pack(ids, self.k, counts, 0, self.capacity, self.alignment)
+        rows = inputs[0].new_zeros(self.capacity, self.columns)
+        group.load(lambda workspace: self.combine(workspace, rows, packed, inputs[2]), FINGERPRINT)
+        return group
+
+    @property
+    def num_experts(self) -> int:
+        return self.group_size * self.experts
+
+    def inputs(self, device: torch.device, seed: int) -> list[Inputs]:
+        """Small integers: all sums are exact."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator, device="cpu").to(device)
+
+        num_slots = self.tokens * self.k
+        return [
+            (
+                integers(-2, 3, self.tokens, self.columns).to(self.dtype),
+                integers(-1, self.num_experts, num_slots),
+                integers(-2, 3, self.tokens, self.k).float(),
+            )
+            for _ in range(self.group_size)
+        ]
+
+    def dispatch(self, workspace: Workspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """(rows, routing), as `fusedcomm.ops.routed` does it."""
+        x, ids, _ = inputs
+        way = ByKernels(workspace, OP, FINGERPRINT)
+        workspace.enter(OP, FINGERPRINT)
+        counts = way.counts(counts_of(ids, self.num_experts), (self.capacity, self.columns), self.dtype)
+        packed = pack(ids, self.k, counts, workspace.rank, self.capacity, self.alignment)
+        routing = Routing(packed, workspace.rank, self.group_size, ids.numel())
+        return way.send(x, None, self.k, routing, self.capacity), packed
+
+    def combine(self, workspace: Workspace, rows: Tensor, packed: Tensor, scores: Tensor) -> Tensor:
+        workspace.enter(OP, FINGERPRINT)
+        routing = Routing(packed, workspace.rank, self.group_size, scores.numel())
+        return ByKernels(workspace, OP, FINGERPRINT).combine(rows, None, scores, routing, self.k, False)[0]
+
+    def both(self, workspace: Workspace, inputs: Inputs) -> list[Tensor]:
+        rows, packed = self.dispatch(workspace, inputs)
+        return [rows, self.combine(workspace, rows, packed, inputs[2])]
+
+    def expected(self, every: list[Inputs]) -> list[list[Tensor]]:
+        """Every rank's rows and sums, by a loop over the choices."""
+        wanted: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]  # by expert: (rank, choice)
+        for rank, (_, ids, _) in enumerate(every):
+            for choice, expert in enumerate(ids.tolist()):
+                if expert >= 0:
+                    wanted[expert].append((rank, choice))
+        xs, scores = ([each[i].cpu().double() for each in every] for i in (0, 2))
+        found = [[x.new_zeros(self.capacity, self.columns), torch.zeros_like(x)] for x in xs]
+        for owner in range(self.group_size):
+            kept, at = self._kept(wanted[owner * self.experts :][: self.experts]), 0
+            for choices in kept:
+                for row, (rank, choice) in enumerate(choices, at):
+                    token, nth = divmod(choice, self.k)
+                    found[owner][0][row] = xs[rank][token]
+                    found[rank][1][token] += xs[rank][token] * scores[rank][token, nth]
+                at += self._units(choices) * self.alignment
+        device = every[0][0].device
+        return [[t.to(device, self.dtype) for t in each] for each in found]
+
+    def _units(self, choices: list[tuple[int, int]]) -> int:
+        return -(-len(choices) // self.alignment)
+
+    def _kept(self, wanted: list[list[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+        """Without the last unit of the fullest expert, the last of them, until all fit."""
+        while sum(map(self._units, wanted)) * self.alignment > self.capacity:
+            fullest = max(wanted, key=lambda each: (self._units(each), wanted.index(each)))
+            del fullest[(self._units(fullest) - 1) * self.alignment :]
+        return wanted
+
+
+def right(cuda: bool) -> list[Moe]:
+    if not cuda:  # one rank runs after the other
+        return [Moe(1, torch.bfloat16, 9, 24, 4, 2, 32, 4), Moe(1, torch.float32, 5, 70, 3, 3, 9)]
+    return [
+        Moe(2, torch.bfloat16, 512, 1024, 8, 4, 4096),
+        Moe(4, torch.float32, 300, 257, 3, 3, 512, 8),  # less than all rows
+    ]
+
+
+def values(moe: Moe, device: torch.device) -> dict[str, Any]:
+    """Back to back, with fresh routings; and without a wait of the host."""
+    group = moe.group(device)
+    every = [moe.inputs(device, seed) for seed in range(TIMES)]
+    group.run(moe.both, every[0])
+    group.check(OP)
+    if group.cuda:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [group.run(moe.both, inputs) for inputs in every]
+    finally:
+        if group.cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    group.check(OP)
+    for seed, (outs, inputs) in enumerate(zip(results, every, strict=True)):
+        for rank, expected in enumerate(moe.expected(inputs)):
+            assert_equal(outs[rank], expected, f"{moe} rank {rank} call {seed}")
+    return {"calls": TIMES * moe.group_size}
+
+
+def graph(moe: Moe, device: torch.device) -> dict[str, Any]:
+    """Three rounds, captured once and replayed with other routings."""
+    if device.type != "cuda":
+        raise child.Skipped("a CPU has no graphs")
+    group, inputs = moe.group(device), moe.inputs(device, 0)
+    graphs, outs = [], []
+    for rank, workspace in enumerate(group.workspaces):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=group.streams[rank]):
+            outs.append(moe.both(workspace, inputs[rank]))
+    for replay in range(TIMES):
+        every = moe.inputs(device, 10 + replay)
+        for old, new in zip(inputs, every, strict=True):
+            for to, source in zip(old, new, strict=True):
+                to.copy_(source)
+        group.run(lambda _, graph: graph.replay(), graphs)
+        group.check(OP)
+        for rank, expected in enumerate(moe.expected(every)):
+            assert_equal(outs[rank], expected, f"{moe} replay {replay}, rank {rank}")
+    return {"replays": TIMES}
+
+
+def absent(moe: Moe, device: torch.device) -> dict[str, Any]:
+    """Rank 0 runs alone. All of its results are NaN, and the context lives."""
+    group = moe._replace(group_size=2).group(device)
+    alone, inputs, outs = group.workspaces[0], moe._replace(group_size=2).inputs(device, 0)[0], list[Tensor]()
+    alone.timeout_s = BOUND_S
+    alone.arm()
+    try:
+        with group.on_stream(0):
+            outs = moe._replace(group_size=2).both(alone, inputs)
+        group.check(OP)
+    except fusedcomm.PeerTimeoutError as error:
+        assert error.peers == [1], error.peers
+        text = str(error)
+    else:
+        raise AssertionError("nothing was reported")
+    assert not group.cuda or (outs and all(out.isnan().all() for out in outs)), "the results must be NaN"
+    values(moe, device)
+    return {"error": text}
+
+
+LARGE = Moe(1, torch.bfloat16, 8192, 4096, 64, 8, 65536)
+TINY = Moe(1, torch.bfloat16, 8, 64, 4, 2, 16)
+
+
+def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
+    """One rank that sends itself all rows, and a copy of as many bytes; TB/s. ``plan``: the routing and its counts."""
+    (workspace,) = moe.group(device).workspaces
+    (inputs,) = moe.inputs(device, 0)
+    x, ids, scores = inputs
+    ids.clamp_(min=0)
+    rows, packed = moe.dispatch(workspace, inputs)
+    routing, way = Routing(packed, 0, 1, ids.numel()), ByKernels(workspace, OP, FINGERPRINT)
+    block, source = rows.numel() * rows.itemsize, torch.empty_like(rows).normal_()
+    times = interleaved(
+        {
+            "dispatch": lambda: moe.dispatch(workspace, inputs),
+            "send": lambda: way.send(x, None, moe.k, routing, moe.capacity),
+            "combine": lambda: moe.combine(workspace, rows, packed, scores),
+            "copy": lambda: rows.copy_(source),
+        },
+        device,
+    )
+    workspace.check(OP)
+    own = x.numel() * x.itemsize  # read by a dispatch, written by a combine
+    moved = {"dispatch": own + 3 * block, "send": own + 3 * block, "combine": own + 3 * block, "copy": 2 * block}
+    rates = {name: moved[name] / ms / 1e9 for name, ms in times.items()}
+    ratios = {f"{name} ratio": rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
+    return {**rates, **ratios, "plan_ms": times["dispatch"] - times["send"]}
+
+
+def jobs(half: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The launches of a part, on tensors without memory."""
+    for moe in [*right(True), right(True)[0]._replace(group_size=2)] if half == "right" else [LARGE]:
+        yield f"moe {moe}", partial(moe.group, torch.device("meta"))
+
+
+def cases(device: torch.device, part: str) -> child.Cases:
+    cuda = device.type == "cuda"
+    if part == "speed":
+        moe = LARGE if cuda else TINY
+        return {f"moe of {moe.tokens} tokens": partial(speed, moe, device)}
+    found = right(cuda)
+    checks: child.Cases = {f"values {moe}": partial(values, moe, device) for moe in found}
+    return checks | {"graph": partial(graph, found[0], device), "absent": partial(absent, found[0], device)}
+
+
+if __name__ == "__main__":
+    child.main(partial(cases, part=sys.argv.pop(1)))
