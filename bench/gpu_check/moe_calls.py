@@ -1,5 +1,5 @@
-"""Mixture of experts on virtual ranks. Two parts, by the argument: values (in graphs too, and of a rank that waits in
-vain), and speed.
+"""Mixture of experts. Two parts, by the argument: values, on virtual ranks (in graphs too, and of a rank that waits in
+vain) and of users' calls in 2 processes; and speed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import fusedcomm
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
+from fusedcomm.bench.gpu_check.pools import Pools, need_segments
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.routing import Routing, counts_of, pack
 from fusedcomm.run.routed_rows import ByKernels
@@ -94,14 +95,15 @@ class Moe(NamedTuple):
         return [rows, self.combine(workspace, rows, packed, inputs[2])]
 
     def expected(self, every: list[Inputs]) -> list[list[Tensor]]:
-        """Every rank's rows and sums, by a loop over the choices."""
+        """Every rank's rows, sums, and which of its choices [T, k] have a row, by a loop over the choices."""
         wanted: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]  # by expert: (rank, choice)
         for rank, (_, ids, _) in enumerate(every):
             for choice, expert in enumerate(ids.tolist()):
                 if expert >= 0:
                     wanted[expert].append((rank, choice))
         xs, scores = ([each[i].cpu().double() for each in every] for i in (0, 2))
-        found = [[x.new_zeros(self.capacity, self.columns), torch.zeros_like(x)] for x in xs]
+        shape = self.tokens, self.k
+        found = [[x.new_zeros(self.capacity, self.columns), torch.zeros_like(x), x.new_zeros(shape)] for x in xs]
         for owner in range(self.group_size):
             kept, at = self._kept(wanted[owner * self.experts :][: self.experts]), 0
             for choices in kept:
@@ -109,6 +111,7 @@ class Moe(NamedTuple):
                     token, nth = divmod(choice, self.k)
                     found[owner][0][row] = xs[rank][token]
                     found[rank][1][token] += xs[rank][token] * scores[rank][token, nth]
+                    found[rank][2][token, nth] = 1
                 at += self._units(choices) * self.alignment
         device = every[0][0].device
         return [[t.to(device, self.dtype) for t in each] for each in found]
@@ -195,6 +198,52 @@ def absent(moe: Moe, device: torch.device) -> dict[str, Any]:
     return {"error": text}
 
 
+def call(moe: Moe, inputs: Inputs) -> list[Tensor]:
+    """As users do it."""
+    x, ids, scores = inputs
+    more = {"alignment": moe.alignment}
+    rows, _, routing = fusedcomm.moe_dispatch(x, ids.view(-1, moe.k), moe.num_experts, moe.capacity, **more)
+    return [rows, fusedcomm.moe_combine(rows, routing, scores)]
+
+
+def of_users(rank: int, device_type: str, moe: Moe, algorithm: str | None) -> dict[str, Any]:
+    """Values and gradients; and of a graph with other routings."""
+    device = torch.device(device_type)
+    with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
+        for seed in range(TIMES):
+            every = moe.inputs(device, seed)
+            x, _, scores = (each.requires_grad_(each.is_floating_point()) for each in every[rank])
+            outs = call(moe, every[rank])
+            g = moe.inputs(device, 50 + seed)[rank][0]
+            grads = torch.autograd.grad(outs[1], (x, scores), g)
+            fusedcomm.synchronize()
+            *want, kept = moe.expected(every)[rank]
+            want += [(kept * scores).sum(1, keepdim=True).to(g.dtype) * g, kept * (x.double() * g).sum(1, keepdim=True)]
+            assert_equal([*outs, *grads], want, f"{moe} {algorithm} rank {rank} call {seed}")
+        return {"calls": TIMES} | (_captured(moe, device, rank) if device.type == "cuda" else {})
+
+
+def _captured(moe: Moe, device: torch.device, rank: int) -> dict[str, Any]:
+    inputs, captured = moe.inputs(device, 0)[rank], torch.cuda.CUDAGraph()
+    with fusedcomm.before_capture():
+        call(moe, inputs)
+    with torch.cuda.graph(captured):
+        outs = call(moe, inputs)
+    for seed in range(TIMES):
+        every = moe.inputs(device, 10 + seed)
+        for to, source in zip(inputs, every[rank], strict=True):
+            to.copy_(source)
+        captured.replay()
+        fusedcomm.synchronize()
+        assert_equal(outs, moe.expected(every)[rank], f"{moe} replay {seed}, rank {rank}")
+    return {"replays": TIMES}
+
+
+def _in_processes(pools: Pools, *args: Any) -> Any:
+    need_segments(args[0])
+    return pools.run(2, of_users, *args)
+
+
 LARGE = Moe(1, torch.bfloat16, 8192, 4096, 64, 8, 65536)
 TINY = Moe(1, torch.bfloat16, 8, 64, 4, 2, 16)
 
@@ -227,7 +276,7 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
 
 def jobs(half: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """The launches of a part, on tensors without memory."""
-    for moe in [*right(True), right(True)[0]._replace(group_size=2)] if half == "right" else [LARGE]:
+    for moe in right(True) if half == "right" else [LARGE]:
         yield f"moe {moe}", partial(moe.group, torch.device("meta"))
 
 
@@ -236,9 +285,11 @@ def cases(device: torch.device, part: str) -> child.Cases:
     if part == "speed":
         moe = LARGE if cuda else TINY
         return {f"moe of {moe.tokens} tokens": partial(speed, moe, device)}
-    found = right(cuda)
+    found, pools = right(cuda), Pools(device.type)
     checks: child.Cases = {f"values {moe}": partial(values, moe, device) for moe in found}
-    return checks | {"graph": partial(graph, found[0], device), "absent": partial(absent, found[0], device)}
+    checks |= {"graph": partial(graph, found[0], device), "absent": partial(absent, found[0], device)}
+    args = device.type, found[0]._replace(group_size=2)
+    return checks | {f"2 processes {each}": partial(_in_processes, pools, *args, each) for each in ("fused", None)}
 
 
 if __name__ == "__main__":

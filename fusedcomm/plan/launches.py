@@ -36,7 +36,7 @@ from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 # Otherwise ptxas spills, to fit more blocks per multiprocessor than these persistent grids have.
 _ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
-_REGISTERS = 1 << 16  # of an SM
+REGISTERS = 1 << 16  # of an SM
 _LEAST_ALONE = 24 << 20  # bytes read and written: all SMs then save the 2 us of the kernel that waits for them
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 _IN_TRITON = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}  # dtypes that it names otherwise
@@ -239,7 +239,7 @@ def reduce(
         scale != 1.0,
         block,
     )
-    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps * in_sm))}
+    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, REGISTERS // (32 * num_warps * in_sm))}
     kind = copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived)
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = programs(s, kind, -(-span.size // block), in_sm if alone else 1)
@@ -281,7 +281,7 @@ def reduce_norm(
         block,
         n <= block,
     )
-    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, _REGISTERS // (32 * num_warps))}
+    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, REGISTERS // (32 * num_warps))}
     num_programs = programs(s, "copy-out beside", span.size // n)
     launch(s, "reduce_norm.reduce_norm_kernel", num_programs, arguments, **options)
 

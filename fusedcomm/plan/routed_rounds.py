@@ -39,7 +39,7 @@ def send(s: Builder, x: Tensor, scores: Given, packed: Tensor, *, k: int, capaci
     routing = Routing(packed, s.rank, s.group_size, len(x) * k)
     rows = s.result((capacity, x.shape[1]), x.dtype)
     with s.lane("push"):
-        _of_tokens(s, "send_rows", "push", [x, _flat(s, scores)], routing, x, k, capacity)
+        _of_tokens(s, "send_rows", "push", 4, [x, _flat(s, scores)], routing, x, k, capacity)
     with s.lane("copy"):
         kind = launches.copy_out(s, 2 * capacity * x.shape[1] * x.itemsize, beside=False, arrived=False)
         _of_slot(s, "take_rows", kind, rows, routing)
@@ -60,7 +60,7 @@ def combine(
     with s.lane("copy"):
         num_bytes = (k + 1 + k * return_received) * y.numel() * h.itemsize
         kind = launches.copy_out(s, num_bytes, beside=False, arrived=False)
-        _of_tokens(s, "add_rows", kind, [y, received, _flat(s, scores)], routing, y, k, capacity)
+        _of_tokens(s, "add_rows", kind, 2, [y, received, _flat(s, scores)], routing, y, k, capacity)
     s.add(EndRound(by_kernel=True))
     return [y] if received is None else [y, received]
 
@@ -70,11 +70,19 @@ def _flat(s: Builder, scores: Given) -> Given:
 
 
 def _of_tokens(
-    s: Builder, name: str, kind: str, tensors: list[Given], routing: Routing, rows: Tensor, k: int, capacity: int
+    s: Builder,
+    name: str,
+    kind: str,
+    in_sm: int,
+    tensors: list[Given],
+    routing: Routing,
+    rows: Tensor,
+    k: int,
+    capacity: int,
 ) -> None:
     """Launch programs that each take one of the tokens [T, N] after the other."""
     num_tokens, n = rows.shape
-    block, num_warps, in_sm = tiles.rows_config(s.device.architecture, n, rows.itemsize)
+    block, num_warps = tiles.rows_config(s.device.architecture, n, rows.itemsize)
     places = [*map(s.optional, tensors), s.place(routing.places)]
     sizes = num_tokens, capacity, n, s.memory.slot_bytes
     arguments = *places, Table(), *sizes, *launches.of_round(s), k, unit(rows.itemsize, n), block
@@ -99,5 +107,5 @@ def _launch(
     """At least one program signals, or ends the round. Those that wait leave room where ranks share a GPU."""
     alone = kind != "copy-out beside" and not s.device.shares_gpu
     num_programs = launches.programs(s, kind, max(1, num_tiles), in_sm if alone else 1)
-    options = {"num_warps": num_warps} | ({"maxnreg": 64} if in_sm > 1 else {})
+    options = {"num_warps": num_warps} | ({"maxnreg": launches.REGISTERS // (in_sm * 32 * 8)} if in_sm > 1 else {})
     launches.launch(s, f"token_rows.{name}_kernel", num_programs, arguments, **options)

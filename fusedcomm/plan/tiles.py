@@ -193,12 +193,12 @@ def reduce_config(arch: int, group_size: int, has_bias: bool) -> tuple[int, int,
     return (8192 if group_size <= 2 else 4096), 16, (2 if group_size <= (4 if has_bias else 8) else 1)
 
 
-def rows_config(arch: int, n: int, itemsize: int) -> tuple[int, int, int]:
-    """Elements of a row [n] that a CUDA block moves at a time, two loads of 16 bytes a thread; warps; blocks an SM."""
+def rows_config(arch: int, n: int, itemsize: int) -> tuple[int, int]:
+    """Elements of a row [n] that a CUDA block moves at a time, in two loads of 16 bytes a thread, and its warps."""
     if arch == INTERPRETER:
-        return 64, 4, 1
+        return 64, 4
     block = _fitting(n, (8 << 10) // itemsize)
-    return block, max(1, block * itemsize // 1024), 4
+    return block, max(1, block * itemsize // 1024)
 
 
 def norm_config(arch: int, n: int, itemsize: int, group_size: int) -> tuple[int, int]:
