@@ -53,8 +53,9 @@ class Case(NamedTuple):
     def group(self, device: torch.device) -> VirtualGroup:
         """A group that has run the calls once, on each rank."""
         problem = self.problem(0)
-        made = VirtualGroup(self.group_size, max(128, proof.slot_bytes(problem, torch.bfloat16)), device)
-        for call in self.calls(problem, 0, device):  # one after the other: a round that waits would stop the loading
+        two_rounds = 2 * proof.slot_bytes(problem, torch.bfloat16)  # loading stops in a third one, which would wait
+        made = VirtualGroup(self.group_size, max(128, two_rounds), device)
+        for call in self.calls(problem, 0, device):
             made.load(partial(self.run, calls=[call]), FINGERPRINT)
         return made
 

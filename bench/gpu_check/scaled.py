@@ -80,7 +80,7 @@ def pair(m: int, k: int, n: int, recipe: Recipe, device: torch.device, seed: int
     return Pair(operand(m, k, recipe.x, device, 2 * seed), operand(n, k, recipe.w, device, 2 * seed + 1), recipe)
 
 
-def push(of: Pair, dtype: torch.dtype) -> KernelProblem:
+def push(of: Pair, dtype: torch.dtype, fast: bool = False) -> KernelProblem:
     """The push kernel in a group of one rank."""
     x, w = of.x.values, of.w.values.mT
     exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 1)
@@ -91,13 +91,13 @@ def push(of: Pair, dtype: torch.dtype) -> KernelProblem:
     out = workspace.buffers[0][start : start + num_bytes].view(dtype).view(len(x), -1)
 
     def program(s: Builder, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> None:
-        launches.push(s, Scaled(x, scale_x, dtype), Scaled(w, scale_w, dtype), None, spans)
+        launches.push(s, Scaled(x, scale_x, dtype), Scaled(w, scale_w, dtype, fast=fast), None, spans)
 
     run = launch_now.prepared(program, workspace, FINGERPRINT, x, w, of.x.scale, of.scale_w)
     return KernelProblem(workspace, out, run)
 
 
-def gather(of: Pair, dtype: torch.dtype) -> KernelProblem:
+def gather(of: Pair, dtype: torch.dtype, fast: bool = False) -> KernelProblem:
     """The gather kernel in a group of one rank, which has sent already."""
     x, w, block = of.x.values, of.w.values.mT, of.recipe.x.k
     exchange = packed_gathers.all_gather_matmul(x.shape, [w.shape], 0, 1, block=block)
@@ -110,26 +110,33 @@ def gather(of: Pair, dtype: torch.dtype) -> KernelProblem:
     launch_now.pack(rows, spans, workspace, FINGERPRINT)
 
     def program(s: Builder, out: Tensor, w: Tensor, scale_w: Tensor) -> None:
-        launches.gather_matmul(s, out, OfPayload(w, scale_w, dtype, payload), None, spans, end_round=False)
+        launches.gather_matmul(s, out, OfPayload(w, scale_w, dtype, payload, fast=fast), None, spans, end_round=False)
 
     return KernelProblem(workspace, out, launch_now.prepared(program, workspace, FINGERPRINT, out, w, of.scale_w))
 
 
-KERNELS: dict[str, Callable[[Pair, torch.dtype], KernelProblem]] = {"push": push, "gather": gather}
+KERNELS: dict[str, Callable[..., KernelProblem]] = {"push": push, "gather": gather}
 
 
 def jobs() -> Iterator[tuple[str, Callable[[], None]]]:
     """Every launch of a kernel by itself, on tensors without memory."""
     for name, kernel in KERNELS.items():
-        for shape, recipe, dtype in itertools.product(_shapes(True), RECIPES, (torch.float32, DTYPE)):
-            launch = partial(_launch, kernel, shape, recipe, dtype, torch.device("meta"))
-            yield f"{name} {shape.name}, {recipe.x.name}, {dtype}", launch
+        for shape, recipe, dtype, fast in itertools.product(
+            _shapes(True), RECIPES, (torch.float32, DTYPE), (False, True)
+        ):
+            launch = partial(_launch, kernel, shape, recipe, dtype, fast, torch.device("meta"))
+            yield f"{name} {shape.name}, {recipe.x.name}, {dtype}" + ", fast" * fast, launch
 
 
 def _launch(
-    kernel: Callable[..., KernelProblem], shape: MatmulShape, recipe: Recipe, dtype: torch.dtype, device: torch.device
+    kernel: Callable[..., KernelProblem],
+    shape: MatmulShape,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    fast: bool,
+    device: torch.device,
 ) -> None:
-    kernel(pair(shape.m, shape.k, shape.n, recipe, device), dtype).run()
+    kernel(pair(shape.m, shape.k, shape.n, recipe, device), dtype, fast).run()
 
 
 def _shapes(cuda: bool) -> list[MatmulShape]:
@@ -144,25 +151,31 @@ def cases(device: torch.device) -> child.Cases:
         for dims, recipe in itertools.product(of_op, RECIPES)
     }
     return values | {
-        f"{name} {shape.name}, {recipe.x.name}": partial(_compare, kernel, shape, recipe, device)
-        for shape, recipe, (name, kernel) in itertools.product(_shapes(cuda), RECIPES, KERNELS.items())
+        f"{name} {shape.name}, {recipe.x.name}" + ", fast" * fast: partial(
+            _compare, kernel, shape, recipe, fast, device
+        )
+        for shape, recipe, fast, (name, kernel) in itertools.product(
+            _shapes(cuda), RECIPES, (False, True), KERNELS.items()
+        )
+        if not (fast and recipe.x.k)
     }
 
 
 def _compare(
-    kernel: Callable[..., KernelProblem], shape: MatmulShape, recipe: Recipe, device: torch.device
+    kernel: Callable[..., KernelProblem], shape: MatmulShape, recipe: Recipe, fast: bool, device: torch.device
 ) -> dict[str, Any]:
     """Values in float32; times of a bfloat16 result, and torch's, for block-wise scales with one scale in all."""
     of = pair(shape.m, shape.k, shape.n, recipe, device)
-    problem = kernel(of, torch.float32)
+    problem, exact = kernel(of, torch.float32, fast), (of.x.exact @ of.w.exact.mT).float()
     problem.run()
     problem.workspace.check("scaled matmul")
-    assert_equal([problem.out], [(of.x.exact @ of.w.exact.mT).float()], f"{shape.name} {recipe.x.name}")
-    problem = kernel(of, DTYPE)
+    error = ((problem.out - exact).norm() / exact.norm()).item()
+    assert error < 1e-3 * fast or torch.equal(problem.out, exact), f"{shape.name} {recipe.x.name}: error {error}"
+    problem = kernel(of, DTYPE, fast)
     scales = of.x.scale, of.scale_w
     if recipe.x.k:
         scales = (torch.ones(1, device=device),) * 2
-    scaled_mm = partial(torch._scaled_mm, of.x.values, of.w.values.mT, *scales, out_dtype=DTYPE, use_fast_accum=False)
+    scaled_mm = partial(torch._scaled_mm, of.x.values, of.w.values.mT, *scales, out_dtype=DTYPE, use_fast_accum=fast)
     variants: Variants = {"torch": scaled_mm, "kernel": problem.run}
     often = {f"{name} repeated": partial(repeated, variant, 1 + REPEATS) for name, variant in variants.items()}
     times = interleaved({**variants, **often}, device)
@@ -171,7 +184,8 @@ def _compare(
     found = {f"{name}_ms": times[name] for name in variants} | {
         f"{name}_launch_free_ms": net[name] for name in variants
     }
-    return {**found, "kernel_tflops": shape.flops / times["kernel"] / 1e9, "ratio": net["torch"] / net["kernel"]}
+    tflops = shape.flops / times["kernel"] / 1e9
+    return {**found, "kernel_tflops": tflops, "error": error, "ratio": net["torch"] / net["kernel"]}
 
 
 def check(op: str, dims: tuple[int, ...], recipe: Recipe, device: torch.device) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Arguments(NamedTuple):
     scale_x: Tensor | None = None
     scale_w: Any = None  # a list beside a list of w
     out_dtype: torch.dtype | None = None
+    use_fast_accum: bool = False
     sends_scales: bool = True  # behind the rows of x; otherwise scale_x is that of the gathered x
 
     @property

@@ -134,6 +134,7 @@ def kind_of(spec: OpSpec, args: Arguments) -> Hashable:
         args.eps,
         args.wire,
         args.out_dtype,
+        args.use_fast_accum,
         args.sends_scales,
     )
     return spec.name, *layouts, *options, args.x.is_cuda and tf32_allowed()

@@ -17,7 +17,7 @@ from fusedcomm.ops.table import OPS, OpSpec
 from fusedcomm.plan.call_plan import Plan
 
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias", "residual", "norm_weight", "eps")
-_SCALED = ("scale_x", "scale_w", "out_dtype")
+_SCALED = ("scale_x", "scale_w", "out_dtype", "use_fast_accum")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
 
 
@@ -67,7 +67,7 @@ def arguments_of(op: str, *args: Any, **kwargs: Any) -> tuple[OpSpec, Arguments]
     x, w, bias = named["x"], named.get("w", ()), named.get("bias")
     lists = spec.takes_lists or spec.is_plain
     of_scaled = {name: named[name] for name in _SCALED if name in named}
-    check_types(x, w, bias, lists=lists, scaled=tuple(of_scaled.values()), **options)
+    check_types(x, w, bias, lists=lists, scaled=tuple(of_scaled.values())[:3], **options)
     group_size, group_name = resolve(named["group"])
     ws: Any = [None] if "bias" in spec.options else []
     biases: Any = [bias] * len(ws)

@@ -65,6 +65,7 @@ def scaled_matmul_all_to_all(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
     out_shape: Sequence[int] | None = None,
     gather_splits: Sequence[int] | None = None,
     gather_size: int | None = None,
@@ -89,14 +90,16 @@ def scaled_matmul_all_to_all(
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
+        use_fast_accum: as in ``torch._scaled_mm``: GPUs may add products in fewer bits than float32 has, which is much
+            faster on sm_90, where scales do not change along K.
         out_shape: as in `matmul_all_to_all`.
         gather_splits: likewise.
         gather_size: likewise.
         scatter_splits: likewise.
         scatter_ranges: likewise.
 
-    The result and the errors are those of `matmul_all_to_all`. Products are added in float32. There are no gradients: a
-    tensor that requires grad is a RuntimeError.
+    Result and errors are those of `matmul_all_to_all`. Without ``use_fast_accum`` products are added in float32.
+    There are no gradients: a tensor that requires grad is a RuntimeError.
 
     Example, on each of 2 ranks::
 
@@ -121,7 +124,7 @@ def scaled_matmul_all_to_all(
     shape = None if out_shape is None else list(out_shape)
     divisible = splits.divides(group_size, splits.shape_of_product(x, w, shape), scatter_dim)
     parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
-    scales, dims = (scale_x, scale_w, out_dtype), (gather_dim, scatter_dim)
+    scales, dims = (scale_x, scale_w, out_dtype, use_fast_accum), (gather_dim, scatter_dim)
     op = torch.ops.fusedcomm.scaled_matmul_all_to_all
     return op(x, w, bias, *scales, shape, *dims, *parts, group_size, group_name)  # type: ignore[no-any-return]
 
@@ -137,6 +140,7 @@ def scaled_all_to_all_matmul(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
     gather_splits: Sequence[int] | None = None,
     gather_size: int | None = None,
     scatter_splits: Sequence[int] | None = None,
@@ -157,6 +161,7 @@ def scaled_all_to_all_matmul(
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result.
+        use_fast_accum: as in `scaled_matmul_all_to_all`.
         gather_splits: as in `all_to_all_matmul`.
         gather_size: likewise.
         scatter_splits: likewise.
@@ -183,7 +188,7 @@ def scaled_all_to_all_matmul(
     group_size, group_name = resolve(group)
     divisible = splits.divides(group_size, x.shape, scatter_dim)
     parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
-    scales, dims = (scale_x, scale_w, out_dtype), (gather_dim, scatter_dim)
+    scales, dims = (scale_x, scale_w, out_dtype, use_fast_accum), (gather_dim, scatter_dim)
     op = torch.ops.fusedcomm.scaled_all_to_all_matmul
     return op(x, w, bias, *scales, True, *dims, False, *parts, group_size, group_name)[0]  # type: ignore[no-any-return]
 
@@ -198,6 +203,7 @@ def scaled_all_gather_matmul(
     *,
     bias: Sequence[Tensor | None] | Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
     gather_splits: Sequence[int] | None = None,
     gather_size: int | None = None,
 ) -> Any:
@@ -214,6 +220,7 @@ def scaled_all_gather_matmul(
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of out_dtype; for a list of w None or a list.
         out_dtype: bfloat16, float16 or float32, of the results.
+        use_fast_accum: as in `scaled_matmul_all_to_all`.
         gather_splits: as in `all_gather_matmul`.
         gather_size: likewise.
 
@@ -241,7 +248,7 @@ def scaled_all_gather_matmul(
     parts = splits.splits_of(gather_splits, gather_size, None, None, True, group_name).to_gather
     where = (gather_dim, False, *parts, group_size, group_name)
     op = torch.ops.fusedcomm.scaled_all_gather_matmul
-    outs = op(x, ws, biases, scale_x, scale_ws, out_dtype, True, *where)[0]
+    outs = op(x, ws, biases, scale_x, scale_ws, out_dtype, use_fast_accum, True, *where)[0]
     return outs if isinstance(w, LISTS) else outs[0]
 
 
@@ -257,6 +264,7 @@ def scaled_matmul_reduce_scatter(
     bias: Tensor | None = None,
     partial_bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
     scatter_splits: Sequence[int] | None = None,
     scatter_ranges: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
@@ -274,6 +282,7 @@ def scaled_matmul_reduce_scatter(
         bias: as there, of out_dtype.
         partial_bias: as there, of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
+        use_fast_accum: as in `scaled_matmul_all_to_all`.
         scatter_splits: as in `matmul_reduce_scatter`.
         scatter_ranges: likewise.
 
@@ -301,7 +310,7 @@ def scaled_matmul_reduce_scatter(
     parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
     where = (reduce_op_name(reduce_op), scatter_dim, *parts, group_size, group_name, CALL, partial_bias)
     op = torch.ops.fusedcomm.scaled_matmul_reduce_scatter
-    return op(x, w, bias, scale_x, scale_w, out_dtype, *where)  # type: ignore[no-any-return]
+    return op(x, w, bias, scale_x, scale_w, out_dtype, use_fast_accum, *where)  # type: ignore[no-any-return]
 
 
 def scaled_matmul_all_reduce(
@@ -315,6 +324,7 @@ def scaled_matmul_all_reduce(
     bias: Tensor | None = None,
     partial_bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """`matmul_all_reduce` of float8 x and w with scales. Partial sums are rounded to out_dtype, added in float32 in
     rank order, and rounded once more.
@@ -329,6 +339,7 @@ def scaled_matmul_all_reduce(
         bias: as there, of out_dtype.
         partial_bias: as there, of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
+        use_fast_accum: as in `scaled_matmul_all_to_all`.
 
     Example, on each of 2 ranks::
 
@@ -349,4 +360,4 @@ def scaled_matmul_all_reduce(
     )
     where = (reduce_op_name(reduce_op), *resolve(group), CALL, partial_bias)
     op = torch.ops.fusedcomm.scaled_matmul_all_reduce
-    return op(x, w, bias, scale_x, scale_w, out_dtype, *where)  # type: ignore[no-any-return]
+    return op(x, w, bias, scale_x, scale_w, out_dtype, use_fast_accum, *where)  # type: ignore[no-any-return]

@@ -184,11 +184,11 @@ def _scaled(spec: OpSpec, geometry: Callable[[Arguments], Exchange]) -> OpSpec:
     """The op on float8 values with scales."""
     before = "Tensor?[] biases, " if spec.takes_lists else "Tensor? bias, "
     scale_w = "Tensor[] scale_w" if spec.takes_lists else "Tensor scale_w"
-    options = "ScalarType out_dtype, " + "bool sends_scales, " * spec.gathers
+    options = "ScalarType out_dtype, bool use_fast_accum, " + "bool sends_scales, " * spec.gathers
 
     def operands(args: Arguments) -> Operands:
         x, w, *others = spec.operands(args)[0]
-        facts = {**spec.operands(args)[1], "out_dtype": args.dtype}
+        facts = {**spec.operands(args)[1], "out_dtype": args.dtype, "fast": args.use_fast_accum}
         if spec.gathers:
             facts |= exchanges.payload_facts(args, spec.geometry(args))
         return (x, w, args.scales, *others), facts

@@ -7,6 +7,7 @@ known by name, and not imported.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from fusedcomm.plan.scaling import VALUES, Scaled, rounded
 from fusedcomm.run.scaled_matmul import scaled_product
 
 _OPERANDS = ("input", "weight", "grad_output")
+_MATMULS = ("output", "grad_input", "grad_weight")
 _CASTS = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 _BACKWARD = {GATHER: SCATTER, SCATTER: GATHER, HELD: REDUCE, REDUCE: HELD}
 
@@ -50,17 +52,19 @@ def why_not_scaled(linear: Any) -> str | None:
 
 
 class Casts(NamedTuple):
-    """dtypes of the operands, and whether their scales are powers of two."""
+    """dtypes of the operands, whether their scales are powers of two, and use_fast_accum of `_MATMULS`."""
 
     x: torch.dtype
     weight: torch.dtype
     grad: torch.dtype
     powers_of_two: bool
+    fast: tuple[bool, ...]
 
 
 def _casts_of(config: Any) -> Casts:
     x, weight, grad = (getattr(config, f"cast_config_{name}").target_dtype for name in _OPERANDS)
-    return Casts(x, weight, grad, config.round_scales_to_power_of_2)
+    fast = tuple(getattr(config, f"gemm_config_{name}").use_fast_accum for name in _MATMULS)
+    return Casts(x, weight, grad, config.round_scales_to_power_of_2, fast)
 
 
 @functools.cache
@@ -106,7 +110,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, move: Move, casts: Casts) -> Tensor:
         factor_x, factor_w = _factors([x, weight], [casts.x, casts.weight], casts, move.group_name)
         w = _cast(weight, factor_w, casts.weight, x.dtype)
-        y, whole = _multiply(_cast(x, factor_x, casts.x, x.dtype), Scaled(w.values.mT, w.scale, w.dtype), move)
+        w = Scaled(w.values.mT, w.scale, w.dtype, fast=casts.fast[0])
+        y, whole = _multiply(_cast(x, factor_x, casts.x, x.dtype), w, move)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         kept_x = (whole.values, whole.scale) if needs_weight else (None, None)
         ctx.save_for_backward(*kept_x, *((weight, factor_w) if needs_x else (None, None)))
@@ -123,13 +128,15 @@ class _Linear(torch.autograd.Function):
         whole = _cast(grad, factor, casts.grad, grad.dtype)
         grad_x = grad_weight = None
         if weight is not None:
-            grad_x, whole = _multiply(whole, _cast(weight, factor_w, casts.weight, grad.dtype), move)
+            w = replace(_cast(weight, factor_w, casts.weight, grad.dtype), fast=casts.fast[1])
+            grad_x, whole = _multiply(whole, w, move)
         elif move.op == GATHER:
             gathered = splits.all_gather(whole.values, move.dim, _parts(move), move.group_size, move.group_name)
             whole = Scaled(gathered, whole.scale, whole.dtype)
         if values is not None:
             rows = Scaled(whole.values.flatten(0, -2).mT, whole.scale, grad.dtype)
-            grad_weight = scaled_product(rows, Scaled(values.flatten(0, -2), scale, grad.dtype), None)
+            w = Scaled(values.flatten(0, -2), scale, grad.dtype, fast=casts.fast[2])
+            grad_weight = scaled_product(rows, w, None)
         return grad_x, grad_weight, None, None
 
 
@@ -157,11 +164,12 @@ def _parts(move: Move) -> splits.Splits:
 
 def _multiply(x: Scaled, w: Scaled, move: Move) -> tuple[Tensor, Scaled]:
     """Returns (product, x or where the op gathers it the whole of x)."""
-    ops, group, scales = torch.ops.fusedcomm, (move.group_size, move.group_name), (x.scale, w.scale, x.dtype)
+    ops, group = torch.ops.fusedcomm, (move.group_size, move.group_name)
+    scales = x.scale, w.scale, x.dtype, w.fast
     if move.op == GATHER:
         where = (move.dim, True, *_parts(move).to_gather, *group)
         (y,), whole = ops.scaled_all_gather_matmul(
-            x.values, [w.values], [None], x.scale, [w.scale], x.dtype, False, *where
+            x.values, [w.values], [None], x.scale, [w.scale], x.dtype, w.fast, False, *where
         )
         return y, Scaled(whole, x.scale, x.dtype)
     if move.op == SCATTER:

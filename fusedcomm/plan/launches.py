@@ -50,7 +50,7 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
     if spans.chunk_numel == 0:
         signal(s, None)
         return
-    dtype = x.dtype  # of the chunks
+    dtype, fast = x.dtype, isinstance(w, Scaled) and w.fast  # of the chunks
     (x, x_scale), (w, w_scale) = _values(x), _values(w)
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
     if w.shape[-2] == 0:  # the kernel needs K > 0
@@ -65,7 +65,8 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
     if describable and s.device.has_tma:
         shape = replace(shape, shift=shift)
     numbers = () if w.stride(2) != 1 else spans.columns
-    config = _matmul_config(s, w, shape, "push", describable, _aligned(w, num_k, *numbers))
+    scaled = _scaled(w, x_scale, w_scale, dtype, fast)
+    config = _matmul_config(s, w, shape, "push", describable, _aligned(w, num_k, *numbers), scaled)
     use_tma = s.device.has_tma and describable and tiles.boxes(config, shape)
     traits = Traits(
         use_tma,
@@ -77,7 +78,7 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
         shift=shape.shift if use_tma else 0,
         one_batch=spans.batches.size == 1,
         n_unit=unit(dtype.itemsize, num_n, *spans.columns),
-        scaled=_scaled(w, x_scale, w_scale, dtype),
+        scaled=scaled,
         **_loaded_units(w, use_tma),
     )
     arguments = (
@@ -125,7 +126,7 @@ def gather_matmul(
     assert out.is_contiguous()
     num_m = out.shape[-2]  # rows per batch; unused where w has no batches
     row_numel, dtype = spans.columns.size, dtype or out.dtype  # of chunks
-    x_scale, payload = (w.scale_x, w.payload) if isinstance(w, OfPayload) else (None, None)
+    x_scale, payload, fast = (w.scale_x, w.payload, w.fast) if isinstance(w, OfPayload) else (None, None, False)
     if payload is not None:
         k, dtype = payload.ks[0], payload.dtype
         spans = replace(spans, columns=Span(k, 0, max(k, 1), 0, k if len(payload.ks) > 1 else 0))
@@ -139,7 +140,8 @@ def gather_matmul(
     parts = num_parts, not one_run or spans.columns.size % tiles.BLOCK_K == 0
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
     describable = can_describe_slots(spans, s.group_size, w.itemsize, row_numel) and can_describe_w(s, w, *parts)
-    config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns))
+    scaled = _scaled(w, x_scale, w_scale, dtype, fast, split_k)
+    config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns), scaled)
     use_tma = s.device.has_tma and describable
     if use_tma and not one_run:  # a box is of one run
         config = config._replace(block_k=math.gcd(spans.columns.inner, config.block_k))
@@ -156,7 +158,7 @@ def gather_matmul(
         end_round,
         one_batch=spans.batches.size == 1,
         n_unit=unit(out.itemsize, num_n),
-        scaled=_scaled(w, x_scale, w_scale, dtype),
+        scaled=scaled,
         **_loaded_units(w, use_tma, *spans.columns),
     )
     num_tiles = tiles.num_tiles(config, shape)
@@ -367,16 +369,19 @@ def _values(operand: Operand) -> tuple[Tensor, Given]:
     return (operand.values, operand.scale) if isinstance(operand, Scaled) else (operand, None)
 
 
-def _scaled(w: Tensor, x_scale: Given, w_scale: Given, dtype: torch.dtype) -> bundles.Scaled | None:
+def _scaled(
+    w: Tensor, x_scale: Given, w_scale: Given, dtype: torch.dtype, fast: bool, split_k: bool = False
+) -> bundles.Scaled | None:
     """w [num_batches, K, N]; w_scale [..., blocks of K, blocks of N], or one element. No x_scale: it is packed."""
     if w_scale is None:
         return None
     packed, shared = x_scale is None, w_scale.numel() == 1
     num_blocks = (1, 1) if shared else w_scale.shape[-2:]
-    blocks = (0 if n == 1 else 1 if n == size else BLOCK for n, size in zip(num_blocks, w.shape[1:], strict=True))
+    of_k, of_n = (0 if n == 1 else 1 if n == size else BLOCK for n, size in zip(num_blocks, w.shape[1:], strict=True))
     by_row = x_scale is None or x_scale.numel() > 1
     name = _IN_TRITON.get(dtype) or str(dtype).removeprefix("torch.")
-    return bundles.Scaled(by_row, packed, len(w) > 1 and not shared, *blocks, name)
+    fast = fast and of_k == 0 and not (packed and split_k)  # otherwise scales change along K
+    return bundles.Scaled(by_row, packed, len(w) > 1 and not shared, of_k, of_n, name, fast)
 
 
 def launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
@@ -455,7 +460,13 @@ def _in_whole_blocks(columns: Span, block_k: int, in_runs: int) -> bool:
 
 
 def _matmul_config(
-    s: Builder, w: Tensor, shape: tiles.Shape, kind: str, describable: bool, aligned: bool
+    s: Builder,
+    w: Tensor,
+    shape: tiles.Shape,
+    kind: str,
+    describable: bool,
+    aligned: bool,
+    scaled: bundles.Scaled | None,
 ) -> tiles.TileConfig:
     device = s.device
     x_lines, w_lines = (tiles.lines(numel * w.itemsize) for numel in (shape.k, row_step(w)))
@@ -467,6 +478,7 @@ def _matmul_config(
         describable and device.has_tma,
         device.allow_tf32,
         aligned,
+        scaled is not None and scaled.fast,
     )
 
 

@@ -32,11 +32,12 @@ def push(
     scales: Sequence[Tensor],
     *others: Given,
     out_dtype: torch.dtype,
+    fast: bool,
     **facts: Hashable,
 ) -> Tensor:
     """``program`` on ``x * scale_x`` and ``w * scale_w``, in float32; what is sent is of out_dtype."""
-    scale_x, scale_w = scales
-    made: Tensor = program(s, exchange, Scaled(x, scale_x, out_dtype), Scaled(w, scale_w, out_dtype), *others, **facts)
+    operands = (Scaled(t, scale, out_dtype, fast=fast) for t, scale in zip((x, w), scales, strict=True))
+    made: Tensor = program(s, exchange, *operands, *others, **facts)
     return made
 
 
@@ -51,6 +52,7 @@ def gather(
     *,
     return_gathered: bool,
     out_dtype: torch.dtype,
+    fast: bool,
     payload: Payload | None,
     sent: tuple[int, ...],
 ) -> list[Tensor]:
@@ -66,17 +68,17 @@ def gather(
                 s.update(rows, "fill_", 0)
             for to, source in payload.packed(rows, flat, scales[0], sent):
                 s.copy(to, source)
-    weights = of_payload(ws, scales, out_dtype, payload)
+    weights = of_payload(ws, scales, out_dtype, payload, fast)
     made: list[Tensor] = program(s, exchange, rows, weights, biases, return_gathered)
     return made
 
 
 def of_payload(
-    ws: Sequence[Tensor], scales: Sequence[Tensor], out_dtype: torch.dtype, payload: Payload | None
+    ws: Sequence[Tensor], scales: Sequence[Tensor], out_dtype: torch.dtype, payload: Payload | None, fast: bool
 ) -> list[OfPayload]:
     scale_x, *scale_ws = scales
     own = scale_x if payload is None else None  # otherwise rows have theirs
-    return [OfPayload(w, scale, out_dtype, payload, own) for w, scale in zip(ws, scale_ws, strict=True)]
+    return [OfPayload(w, scale, out_dtype, payload, own, fast=fast) for w, scale in zip(ws, scale_ws, strict=True)]
 
 
 def gathered_matmul(s: Builder, out: Tensor, w: Operand, bias: Given, exchange: Exchange) -> GatheredMatmul:

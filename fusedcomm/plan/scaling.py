@@ -10,7 +10,7 @@ so that one signal covers both, and each row has the scales of its source.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -112,6 +112,7 @@ class Scaled:
     values: Tensor
     scale: Tensor  # of each dim one, one per element, or one per `BLOCK`
     dtype: torch.dtype
+    fast: bool = field(default=False, kw_only=True)  # sums may have the tensor cores' bits, fewer than float32's
 
     @property
     def shape(self) -> torch.Size:

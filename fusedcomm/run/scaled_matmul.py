@@ -12,7 +12,15 @@ from fusedcomm.plan.scaling import BLOCK, Scaled
 
 
 def scaled_matmul(
-    out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, *, adds: bool = False
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    scale_x: Tensor,
+    scale_w: Tensor,
+    bias: Tensor | None,
+    *,
+    adds: bool = False,
+    fast: bool = False,
 ) -> None:
     """``out = (x * scale_x) @ (w * scale_w) + bias``, or ``out += ...`` in float32; [M, K] @ [K, N], or with batches.
 
@@ -20,10 +28,10 @@ def scaled_matmul(
     """
     if out.ndim == 3:
         for each in zip(out, x, w, scale_x, scale_w, strict=True):
-            scaled_matmul(*each, bias, adds=adds)
+            scaled_matmul(*each, bias, adds=adds, fast=fast)
         return
     if _torch_can(x, w) and scale_x.shape[1] == scale_w.shape[0] == 1:
-        y = _by_torch(out, x, w, scale_x, scale_w, bias, adds)
+        y = _by_torch(out, x, w, scale_x, scale_w, bias, adds, fast)
     else:
         y = dequantized(x, scale_x) @ dequantized(w, scale_w)
     if y is out:
@@ -52,7 +60,7 @@ def product_of_payload(rows: Tensor, w: OfPayload, bias: Tensor | None) -> Tenso
         return out
     total = out if len(w.payload.ks) == 1 else torch.empty_like(out, dtype=torch.float32)
     for before, values, scale in w.payload.pieces(rows):
-        of_k = Scaled(w.values.narrow(-2, before, values.shape[-1]), w.scale, w.dtype)
+        of_k = Scaled(w.values.narrow(-2, before, values.shape[-1]), w.scale, w.dtype, fast=w.fast)
         if w.payload.block:
             of_k = replace(of_k, scale=w.scale.narrow(-2, before // w.payload.block, scale.shape[-1]))
         _into(total, values, of_k, scale, bias if before == 0 else None, adds=before > 0)
@@ -72,7 +80,7 @@ def _into(out: Tensor, x: Tensor, w: Scaled, scale_x: Tensor, bias: Tensor | Non
     w_scale = w.scale if w.scale.ndim == w.ndim else w.scale.reshape([1] * w.ndim)
     w_scale = w_scale.expand(*w.shape[:-2], *w_scale.shape[-2:]).reshape(batches, *w_scale.shape[-2:])
     values = w.values.reshape(batches, *w.shape[-2:])
-    scaled_matmul(matrices(out), matrices(x), values, matrices(per_row), w_scale, bias, adds=adds)
+    scaled_matmul(matrices(out), matrices(x), values, matrices(per_row), w_scale, bias, adds=adds, fast=w.fast)
 
 
 def dequantized(t: Tensor, scale: Tensor) -> Tensor:
@@ -91,7 +99,7 @@ def _torch_can(x: Tensor, w: Tensor) -> bool:
 
 
 def _by_torch(
-    out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, adds: bool
+    out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, adds: bool, fast: bool
 ) -> Tensor:
     """``out``, where cuBLAS can write it; else the product in float32, without the bias."""
     is_loadable = w.stride(0) == 1 and w.stride(1) % 16 == 0 and w.data_ptr() % 16 == 0
@@ -100,7 +108,7 @@ def _by_torch(
         scales = scale_x.contiguous(), scale_w.contiguous()
         if scale_x.stride(0) == scale_w.stride(1) == 0 or scale_x.numel() == scale_w.numel() == 1:
             scales = scale_x[0, 0], scale_w[0, 0]
-        return torch._scaled_mm(x, w, *scales, bias, None, out.dtype, False, out=out)
+        return torch._scaled_mm(x, w, *scales, bias, None, out.dtype, fast, out=out)
     one = torch.ones((), device=x.device)
-    product = torch._scaled_mm(x, w, one, one, out_dtype=torch.float32, use_fast_accum=False)
+    product = torch._scaled_mm(x, w, one, one, out_dtype=torch.float32, use_fast_accum=fast)
     return product.mul_(scale_x).mul_(scale_w)

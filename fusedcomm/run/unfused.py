@@ -148,9 +148,10 @@ def _scaled_push(
     scales: Sequence[Tensor],
     *others: Given,
     out_dtype: torch.dtype,
+    fast: bool,
     **facts: Any,
 ) -> list[Tensor]:
-    operands = (Scaled(t, scale, out_dtype) for t, scale in zip((x, w), scales, strict=True))
+    operands = (Scaled(t, scale, out_dtype, fast=fast) for t, scale in zip((x, w), scales, strict=True))
     return program(s, exchange, *operands, *others, **facts)
 
 
@@ -164,6 +165,7 @@ def _scaled_gather(
     *,
     return_gathered: bool,
     out_dtype: torch.dtype,
+    fast: bool,
     payload: Payload | None,
     sent: tuple[int, ...],
 ) -> list[Tensor]:
@@ -172,7 +174,7 @@ def _scaled_gather(
         rows = torch.zeros(exchange.packed[0], dtype=torch.uint8, device=x.device)
         for to, source in payload.packed(rows, x.reshape(*rows.shape[:-1], sum(sent)), scales[0], sent):
             to.copy_(source)
-    return gather_matmul(s, exchange, rows, of_payload(ws, scales, out_dtype, payload), biases, return_gathered)
+    return gather_matmul(s, exchange, rows, of_payload(ws, scales, out_dtype, payload, fast), biases, return_gathered)
 
 
 def _product(x: Operand, w: Operand | None, bias: Tensor | None) -> Tensor:

@@ -122,6 +122,7 @@ class Scaled(NamedTuple):
     block_k: int  # of K; 0: all of it
     block_n: int  # columns of w; 0: all of them
     in_slots: str  # dtype of a slot's elements, by its name in triton.language
+    fast: bool  # sums have the tensor cores' bits
 
 
 class Traits(NamedTuple):

@@ -96,13 +96,13 @@ def load_block(ptr, rows, row_stride, columns, column_stride, mask):
 def multiply(a, b, acc, scales, mask, x_step, w_step, TRAITS: tl.constexpr):
     """acc + a @ b, in fp32. ``scales`` and behind it: arguments of `scaled`, for this product alone.
 
-    A float8 product is added as a whole: Hopper's sums of them have fewer bits than fp32. (A dot with an accumulator
-    and `max_num_imprecise_acc` reads wgmma's registers before its wait, in Triton 3.9.)
+    A float8 product is added as a whole, unless ``fast``: Hopper's sums of them have fewer bits than fp32. (A dot with
+    an accumulator and `max_num_imprecise_acc` reads wgmma's registers before its wait, in Triton 3.9.)
     """
     PRECISION: tl.constexpr = "tf32" if TRAITS.allow_tf32 else "ieee"
     if INTERPRET:  # the interpreter's dot is wrong on bf16
         a, b = a.to(tl.float32), b.to(tl.float32)
-    if TRAITS.scaled is None:
+    if TRAITS.scaled is None or TRAITS.scaled.fast:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     else:
         acc += scaled(tl.dot(a, b, input_precision=PRECISION), scales, mask, x_step, w_step, False, TRAITS)

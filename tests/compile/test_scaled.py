@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 import fusedcomm.compile
+from fusedcomm.compile.graph.collectives import argument_of
 from fusedcomm.compile.graph.sequence import Sequence
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
@@ -191,6 +192,20 @@ def test_values(rank: int) -> None:
         assert " ".join(found) == ops, f"{name}: {report}"
         assert all(line.status == "fused" or line.op == "all_gather" for line in report.collectives), name
         torch.testing.assert_close(got, program(*args), rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def mixed(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+    rows = gathered(x)
+    return [mm(rows, w, a, b, out_dtype=BF16, use_fast_accum=fast) for fast in (True, False)]
+
+
+@on_ranks(2)
+def test_fast_sums_are_allowed_where_all_matmuls_allow_them(rank: int) -> None:
+    for program in (of_gathered(0, use_fast_accum=True), scattered(0, use_fast_accum=True), mixed):
+        gm = aten_graph(program, arguments("bytes gathered", rank))
+        FusedcommPass(Settings(), CompileReport())(gm.graph)
+        allowed = [argument_of(node, "use_fast_accum") for node in gm.graph.nodes if "fusedcomm" in str(node.target)]
+        assert allowed == [program is not mixed]
 
 
 def without_matmuls(me: int) -> Program:

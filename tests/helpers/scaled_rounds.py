@@ -40,6 +40,7 @@ class ScaledRound:
     x: torch.dtype = torch.float8_e4m3fn
     w: torch.dtype = torch.float8_e4m3fn
     bias: bool = True
+    fast: bool = False
 
     def push(self) -> None:
         workspace, out = self.workspace(), self.out
@@ -48,7 +49,7 @@ class ScaledRound:
         scales = (_meta(*shape) for shape in SHAPES[self.recipe](self.m, self.k, self.n))
 
         def program(s: Builder, bias: Tensor | None, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> None:
-            launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out), bias, spans)
+            launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out, fast=self.fast), bias, spans)
 
         operands = _meta(self.m, self.k, dtype=self.x), self._w(self.k), *scales
         launch_now.prepared(program, workspace, 1, self._bias(), *operands)()
@@ -63,7 +64,7 @@ class ScaledRound:
         _, scale_shape = SHAPES[self.recipe](self.m, *w_shape)
 
         def program(s: Builder, bias: Tensor | None, to: Tensor, w: Tensor, scale: Tensor) -> None:
-            weight = OfPayload(w, scale, out, payload)
+            weight = OfPayload(w, scale, out, payload, fast=self.fast)
             launches.gather_matmul(s, to, weight, bias, spans, end_round=True, own=dim == 1)
 
         operands = _meta(*exchange.out_shape, dtype=out), self._w(whole_k), _meta(*scale_shape)
@@ -90,6 +91,8 @@ def rounds(workspace: Callable[[], Any]) -> Iterator[tuple[str, Callable[[], Non
     yield "push float8 blocks", of("blocks", 16384, 4112, 8192, x=torch.float8_e5m2).push
     yield "push float8 tensor 128 rows", of("tensor", 128, 4096, 1024).push
     yield "push float8 odd", of("rows", 4096, 4101, 8196).push
+    yield "push float8 fast", of("rows", 16384, 4096, 8192, fast=True).push
+    yield "gather float8 fast", of("rows", 4096, 4096, 8192, fast=True).gather
     yield "gather float8", of("rows", 4096, 4096, 8192, w=torch.float8_e5m2).gather
     yield "gather float8 blocks wide", of("blocks", 4096, 4096, 8192, **wide).gather
     yield "gather float8 blocks 128 rows", of("blocks", 128, 4096, 1024).gather

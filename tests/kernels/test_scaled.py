@@ -61,7 +61,7 @@ def push(recipe: str, size: int, m: int, k: int, n: int, out: torch.dtype, pair:
     bias = integers(99, n)
 
     def program(s: Builder, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor) -> None:
-        launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out), bias, spans)
+        launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out, fast=recipe == "rows"), bias, spans)
 
     for rank, each in zip(ranks, inputs, strict=True):
         launch_now.prepared(program, rank, FINGERPRINT, *each[:4], bias.to(out))()
@@ -87,7 +87,9 @@ def gather(
     bias = integers(99, n)
 
     def program(s: Builder, got: Tensor, w: Tensor, scale_w: Tensor, bias: Tensor) -> None:
-        launches.gather_matmul(s, got, OfPayload(w, scale_w, out, payload), bias, spans, end_round=True)
+        launches.gather_matmul(
+            s, got, OfPayload(w, scale_w, out, payload, fast=recipe == "rows"), bias, spans, end_round=True
+        )
 
     for rank, each in zip(ranks, inputs, strict=True):
         rows = torch.full(exchange.packed[0], 0xFF, dtype=torch.uint8)

@@ -158,7 +158,7 @@ def test_x_alone(rank: int, algorithm: str, op: str) -> None:
             where = (dims[0], True, None, None) if lists else (*dims, True, None, None, None, None)
             x8 = case.xs[rank].values.to(E4M3)
             y, got = getattr(torch.ops.fusedcomm, op)(
-                x8, *tensors[:2], scales.scale, tensors[2], torch.float32, False, *where, None, *group
+                x8, *tensors[:2], scales.scale, tensors[2], torch.float32, False, False, *where, None, *group
             )
             assert got.dtype == E4M3 and torch.equal(got.double(), gathered)
             torch.testing.assert_close(y[0] if lists else y, want.float(), rtol=0, atol=0)
@@ -324,7 +324,7 @@ def test_x_alone_with_k_of_several_dims(rank: int, algorithm: str) -> None:
     w, one, group = integers(9, 64, 6), torch.ones(()), fusedcomm.memory.group.resolve(None)
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         y, _ = torch.ops.fusedcomm.scaled_all_to_all_matmul(
-            xs[rank].to(E4M3), w.to(E4M3), None, one, one, torch.float32, False, 1, 0, False, *[None] * 5, *group
+            xs[rank].to(E4M3), w.to(E4M3), None, one, one, torch.float32, False, False, 1, 0, False, *[None] * 5, *group
         )
     check(y, torch.cat([x.chunk(2)[rank] for x in xs], 1).flatten(1) @ w)
 
@@ -347,11 +347,11 @@ def test_graphs(rank: int) -> None:
         ):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
     group = fusedcomm.memory.group.resolve(None)
-    where = (torch.bfloat16, "sum", 0, None, None, None, *group)
+    where = (torch.bfloat16, True, "sum", 0, None, None, None, *group)
     args = (x, w.mT, None, scale_x, scale_w.mT, *where)
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")  # test_schema compares by a sum that float8 has not
     torch.library.opcheck(torch.ops.fusedcomm.scaled_matmul_reduce_scatter.default, args, test_utils=tests)
-    of_gather = (torch.bfloat16, True, 0, True, None, None, None, *group)
+    of_gather = (torch.bfloat16, False, True, 0, True, None, None, None, *group)
     lists = (x, [w.mT], [None], scale_x, [scale_w.mT], *of_gather)
     torch.library.opcheck(torch.ops.fusedcomm.scaled_all_gather_matmul.default, lists, test_utils=tests)
 

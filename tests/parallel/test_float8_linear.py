@@ -13,7 +13,7 @@ from tests.helpers.groups import empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 
 K, N, TOKENS = 24, 48, 7
-CASTS = Casts(torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2, False)
+CASTS = Casts(torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2, False, (True, False, False))
 DIMS = {GATHER: (1, 0, 2), SCATTER: (2, 1, 1), REDUCE: (2, 1, None), HELD: (None, 0, 2)}  # sharded, of x, weight and y
 
 

@@ -98,8 +98,10 @@ def _scaling(rewriter: Rewriter, match: AllGatherMatmulMatch, sent: SentDims) ->
         order = tuple(f for f in place.layout.order if f is not own.sources)
         x = rewriter.arrange(own.x, own.x_layout.order, Layout((order,)))
         first = replace(first, scales=first.scales._replace(x=x))
-    of_x, of_w, dtype = first.scaling(rewriter, rows)
-    return [of_x, [of_w, *(each.scaling(rewriter, rows)[1] for each in others)], dtype, match.scales is not None]
+    of_x, of_w, dtype, fast = first.scaling(rewriter, rows)
+    fast &= all(each.scales.fast for each in others if each.scales is not None)
+    scale_ws = [of_w, *(each.scaling(rewriter, rows)[1] for each in others)]
+    return [of_x, scale_ws, dtype, fast, match.scales is not None]
 
 
 def _consumers(found: Gathered) -> list[tuple[Reader, Product]]:

@@ -27,11 +27,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Scales(NamedTuple):
-    """Scales of float8 operands: one each, or, ``by_row``, x's [M, 1] and w's [1, N]."""
+    """Scales of float8 operands: one each, or, ``by_row``, x's [M, 1] and w's [1, N]. ``fast``: use_fast_accum."""
 
     x: Node
     w: Node
     by_row: bool
+    fast: bool
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ class Product:
         return getattr(torch.ops.fusedcomm, name if self.scales is None else f"scaled_{name}").default
 
     def scaling(self, rewriter: Rewriter, rows: Sequence[Size]) -> list[Any]:
-        """The sibling's arguments behind the bias: the scale of an x with these ``rows``, w's, and the dtype of y."""
+        """The sibling's arguments behind the bias: the scale of an x with these ``rows``, w's, the dtype of y, and
+        use_fast_accum.
+        """
         if self.scales is None:
             return []
-        x, w, by_row = self.scales
+        x, w, by_row, fast = self.scales
         of_x, of_w = ([*rows, 1], [1, *self.y.shape[-1:]]) if by_row else ([], [])
-        return [rewriter.reshape(x, of_x), rewriter.reshape(w, of_w), value(self.node).dtype]
+        return [rewriter.reshape(x, of_x), rewriter.reshape(w, of_w), value(self.node).dtype, fast]
 
     def joined(self, rewriter: Rewriter) -> tuple[Node, Node]:
         """x and w, over the K of all matmuls."""
@@ -130,7 +133,7 @@ def matmul(node: Node) -> Product:
 
 
 def _scaled(node: Node) -> Product:
-    """A product of float8 operands. ``use_fast_accum`` allows sums of fewer bits; the ops' are in float32."""
+    """A product of float8 operands."""
     given, y = partial(argument_of, node), value(node)
     x, w, bias = given("self"), given("mat2"), given("bias")
     dtypes = value(x).dtype, value(w).dtype
@@ -156,7 +159,8 @@ def _scaled(node: Node) -> Product:
         )
     layout = Layout.of(y.shape)
     of_bias = None if bias is None else _bias(bias, node)
-    return Product(node, (x,), (w,), of_bias, layout, layout, Scales(scales[0], scales[1], by_row and not is_one))
+    made = Scales(scales[0], scales[1], by_row and not is_one, bool(given("use_fast_accum")))
+    return Product(node, (x,), (w,), of_bias, layout, layout, made)
 
 
 def producer(node: Node, sums: bool = False) -> Product:
