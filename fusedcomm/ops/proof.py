@@ -17,7 +17,12 @@ from __future__ import annotations
 
 import math
 import zlib
+<<<<<<< HEAD
 from collections.abc import Callable, Mapping, Sequence
+=======
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+>>>>>>> 2f97a8e5 (moe: kernels are proved before use)
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,6 +38,7 @@ from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.segment import FINGERPRINT
 from fusedcomm.memory.vote import agree
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import ExactProblem, NormProblem, ScaledProblem, difference
 from fusedcomm.ops.table import OPS
@@ -50,6 +56,7 @@ SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 Problem = ExactProblem | NormProblem
+Pairs = Sequence[tuple[Tensor, Tensor]]  # of what a proof got and must get
 _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
 
@@ -71,10 +78,7 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
     """
-    if is_capturing(ours.device):
-        raise RuntimeError(
-            f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
-        )
+    refuse_capture(op, algorithm, ours)
     by_kernels = ours.device.type == "cuda" and ours.topology.no_fused is None and not uneven
     for each in ("pipelined",) if algorithm == "pipelined" else ("chunked", "fused")[: 1 + by_kernels]:
         kind = kind_of_proof(op)
@@ -83,12 +87,20 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
             ours.outcomes[name] = _outcome(kind, each, dtype, ours, uneven)
 
 
+def refuse_capture(op: str, algorithm: str, ours: Member) -> None:
+    if is_capturing(ours.device):
+        raise RuntimeError(
+            f"{op}: {algorithm} is not proved on this GPU yet, and cannot be while a CUDA graph is captured; {WARM_UP}"
+        )
+
+
 def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: bool) -> str:
     base = kind.removesuffix("_norm").removesuffix("_scaled")
     form = kind.removeprefix(base)
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
         programs = [each for each in programs if each.gathers == (dtype in BYTES)]
+<<<<<<< HEAD
     problems = [problem_of(each, size, ours.group_size, form, uneven) for each in programs for size in SIZES]
     own = ours.for_proof(max(slot_bytes(problem, dtype) for problem in problems))
     wrong = ""
@@ -112,6 +124,19 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
         raise
     finally:
         own.close()
+=======
+    problems = [_problem(each, size, ours.group_size, uneven, form) for each in programs for size in SIZES]
+    parts = " in parts of different sizes" if uneven else ""
+    what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
+    slot_bytes = max(_slot_bytes(problem, dtype) for problem in problems)
+
+    def results(own: Member) -> Pairs:
+        by_group = algorithm == "pipelined"
+        found = _by_group(ours, problems, dtype) if by_group else _by_workspace(own, algorithm, problems, dtype)
+        return _pairs(found, ours.rank, dtype)
+
+    return outcome(kind, what, ours, 0 if algorithm == "pipelined" else slot_bytes, results)
+>>>>>>> 2f97a8e5 (moe: kernels are proved before use)
 
 
 def problem_of(
@@ -134,12 +159,18 @@ def slot_bytes(problem: Problem, dtype: torch.dtype) -> int:
     return -(-num_rows // NUM_ROUNDS) * exchange.row_numel * problem.num_ranks * dtype.itemsize
 
 
-def _try(results: Callable[[], list[tuple[Problem, list[Tensor]]]], rank: int, dtype: torch.dtype) -> tuple[int, str]:
+def _try(results: Callable[[Member], Pairs], own: Member) -> tuple[int, str]:
     """Run problems. Returns (cause, failure on this rank or ""). No exception of an algorithm may end the proof."""
     try:
+<<<<<<< HEAD
         for problem, found in results():
             if wrong := wrong_values(problem, found, rank, dtype):
                 return _WRONG, wrong
+=======
+        for got, must in results(own):
+            if found := difference(_wide(got.cpu()), _wide(must)):
+                return _WRONG, f"gave wrong values: {found}"
+>>>>>>> 2f97a8e5 (moe: kernels are proved before use)
     except PeerTimeoutError as error:
         return _LATE, f"was late: {_first_line(error)}"
     except PeerError as error:
@@ -151,6 +182,7 @@ def _try(results: Callable[[], list[tuple[Problem, list[Tensor]]]], rank: int, d
     return _WRONG, ""
 
 
+<<<<<<< HEAD
 def wrong_values(problem: Problem, results: Sequence[Tensor], rank: int, dtype: torch.dtype) -> str:
     """Where the results of `calls_of` differ from those in float64; empty if they do not."""
     for got, must in zip(results, _expected(problem, rank, dtype), strict=True):
@@ -163,11 +195,56 @@ def _by_workspace(
     own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
 ) -> list[tuple[Problem, list[Tensor]]]:
     """This rank's results of the problems."""
+=======
+def outcome(kind: str, what: str, ours: Member, slot_bytes: int, results: Callable[[Member], Pairs]) -> str:
+    """The failure of any rank's ``results(own)``, or "". ``own``: a Member with a workspace for the proof alone, if
+    ``slot_bytes``.
+
+    Raises PeerError if the ranks do not come together; the group then needs a reset.
+    """
+    own = ours.for_proof(slot_bytes)
+    try:
+        if slot_bytes:
+            own.workspace_for(own.max_slot_bytes, kind, _fingerprint(kind))
+        return _voted(own, kind, what, *_try(results, own))
+    except WorkspaceUnavailable as unavailable:
+        return f"{what.partition(' ')[0]} could not be proved: {unavailable}"
+    except PeerError as failed:
+        ours.error = own.error or failed.until_reset()
+        raise ours.error.again() from failed
+    except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
+        text = f"{kind} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
+        ours.error = PeerError(text, peers=[ours.rank], op=kind, epoch=0).until_reset()
+        raise
+    finally:
+        own.close()
+
+
+def _pairs(results: Sequence[tuple[Problem, list[Tensor]]], rank: int, dtype: torch.dtype) -> Pairs:
+    """Each tensor of the results with what it must be."""
+    return [
+        (got, must.to(_result_dtype(problem, dtype)))
+        for problem, result in results
+        for got, must in zip(result, _expected(problem, rank, dtype), strict=True)
+    ]
+
+
+@contextmanager
+def bounded(own: Member, kind: str) -> Iterator[Workspace]:
+    """The proof's workspace, with its own bound of waits. All that runs inside has ended behind it, or an error is
+    raised.
+    """
+>>>>>>> 2f97a8e5 (moe: kernels are proved before use)
     workspace = own.workspace
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
     workspace.arm()
+    with workspace.guarded(kind):
+        yield workspace
+        _synchronize(workspace.device)
+    workspace.check(kind)
 
+<<<<<<< HEAD
     def plan(op: str, exchange: Exchange) -> Plan:
         return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
 
@@ -180,6 +257,22 @@ def _by_workspace(
         _synchronize(workspace.device)
     workspace.check(kind)
     return results
+=======
+
+def _by_workspace(
+    own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
+) -> list[tuple[Problem, list[Tensor]]]:
+    """This rank's results of the problems."""
+
+    def plan(op: str, exchange: Exchange) -> Plan:
+        return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
+
+    with bounded(own, problems[0].program.kind) as workspace:
+        results = [(problem, _run(problem, workspace, dtype, plan)) for problem in problems]
+        workspace.least_copied = 0  # the chunks of gathers by copy engines too, which larger ones take
+        gathers = [problem for problem in problems if problem.program.gathers]
+        return results + [(problem, _run(problem, workspace, dtype, plan)) for problem in gathers]
+>>>>>>> 2f97a8e5 (moe: kernels are proved before use)
 
 
 def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> list[tuple[Problem, list[Tensor]]]:

@@ -20,6 +20,7 @@ from fusedcomm.memory.captures import WARM_UP, is_capturing
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable, on_device
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.members import member
+from fusedcomm.ops import routed_proof
 from fusedcomm.ops.call_check import same_collective
 from fusedcomm.ops.library import lib, refuse_transforms
 from fusedcomm.plan import planner
@@ -122,6 +123,9 @@ def _algorithm(op: str, t: Tensor, slot_bytes: int, ours: Member) -> str:
         reason = f"a slot takes {slot_bytes} bytes, and may have {ours.max_slot_bytes}: {cap}"
     elif reason is None and found == "fused":
         reason = ours.topology.no_fused or ("float64 has no kernel" if t.dtype == torch.float64 else None)
+        if reason is None and name is None and ours.topology.prove:
+            with ours.lock:
+                reason = routed_proof.failure(op, t.dtype, ours) or None
     if reason is None:
         return found
     if strict and name not in (None, "unfused"):

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm.ops import routed_proof
 from fusedcomm.plan import planner
-from fusedcomm.run.routed_rows import InPlace
+from fusedcomm.run.routed_rows import ByKernels, InPlace
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.in_place import WARM_UP
 from tests.helpers.on_ranks import on_ranks
@@ -345,6 +346,20 @@ def test_overflow_raises_with_check_and_large_calls_run_unfused(rank: int) -> No
         assert member_of(group).workspace is None
         with pytest.raises(RuntimeError, match="cannot run as fused"), fusedcomm.force_algorithm("fused", strict=True):
             dispatch(group)
+
+
+@on_ranks(2)
+def test_kernels_are_proved(rank: int) -> None:
+    """On GPUs, before their first use; a rank whose rows are wrong turns them off for all."""
+    send = ByKernels.send
+    with fresh_group() as group:
+        dispatch(group)
+        ours = member_of(group)
+        assert routed_proof.failure("moe_dispatch", torch.bfloat16, ours) == ""
+        with mock.patch.object(ByKernels, "send", lambda *args: send(*args) + (rank == 1)):
+            wrong = routed_proof.failure("moe_dispatch", torch.float32, ours)
+        assert "fused of float32 failed its proof" in wrong and "rank 1 gave wrong values" in wrong
+        assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
 
 
 X, IDS = torch.zeros(4, H), torch.zeros(4, 2, dtype=torch.int64)
