@@ -29,7 +29,8 @@ class Sizes(NamedTuple):
     alignment: int
 
 
-SIZES = (Sizes(37, 29, 3, 3, 96, 8), Sizes(40, 136, 2, 2, 200, 1))  # the first drops rows, the second has vectors
+# More tokens than programs; the first drops rows, the second's are vectors.
+SIZES = (Sizes(701, 29, 3, 3, 1200, 8), Sizes(600, 136, 2, 2, 2000, 1))
 
 
 @outside_modes()

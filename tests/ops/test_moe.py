@@ -355,10 +355,12 @@ def test_kernels_are_proved(rank: int) -> None:
     with fresh_group() as group:
         dispatch(group)
         ours = member_of(group)
-        assert routed_proof.failure("moe_dispatch", torch.bfloat16, ours) == ""
-        with mock.patch.object(ByKernels, "send", lambda *args: send(*args) + (rank == 1)):
-            wrong = routed_proof.failure("moe_dispatch", torch.float32, ours)
-        assert "fused of float32 failed its proof" in wrong and "rank 1 gave wrong values" in wrong
+        small = [each._replace(tokens=7, capacity=16) for each in routed_proof.SIZES]
+        with mock.patch.object(routed_proof, "SIZES", small):
+            assert routed_proof.failure("moe_dispatch", torch.bfloat16, ours) == ""
+            with mock.patch.object(ByKernels, "send", lambda *args: send(*args) + (rank == 1)):
+                wrong = routed_proof.failure("moe_dispatch", torch.float32, ours)
+        assert "fused of float32 failed its proof" in wrong and "gave wrong values" in wrong
         assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
 
 
