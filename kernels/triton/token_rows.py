@@ -45,7 +45,8 @@ def _copy_rows(
     experts = tl.arange(0, EXPERTS)
     first = tl.load(first_ptr + experts, experts < num_experts, other=0)
     filled = tl.load(filled_ptr + experts, experts < num_experts, other=0)
-    for tile in range(tl.program_id(0), tl.cdiv(capacity, TILE.block_runs) * tiles_in_row, tl.num_programs(0)):
+    num_tiles = tl.cdiv(capacity, TILE.block_runs) * tiles_in_row
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = tile // tiles_in_row * TILE.block_runs
         rows = row + tl.arange(0, TILE.block_runs)
         columns = tile % tiles_in_row * TILE.block_inner + tl.arange(0, TILE.block_inner)

@@ -339,7 +339,7 @@ def _plants(path: LaunchPath) -> dict[str, AbstractContextManager[Any]]:
         "end": described(_one_more),
         "box": encoded(4, [512, 64]),
         "swizzle": encoded(1, 1),
-        "grid": mock.patch.object(launches, "_num_programs", lambda *args: 0),
+        "grid": mock.patch.object(launches, "programs", lambda *args: 0),
         "block": launched(num_warps=16),
         "cluster": launched(num_ctas=2),
         "shared": launched(shared=300 << 10),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.compile_only import IN_SM
 from tests.helpers.compilers import Target
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.kernels.conftest import Compiled
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test of a target waits for a 
 SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # sm_80's kernels run on sm_86, 89 and 120 too
 REGISTERS = 64 << 10  # how many a multiprocessor has
 SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel"}
+SENDS |= {"send_rows_kernel", "show_rows_kernel"}
 
 
 # Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/memory/segment.py:MOST_SLOT_BYTES
@@ -43,6 +45,7 @@ BOUNDED_PRODUCTS = {
     "matmul.py: tile_m, tile_n = tile_coords(tile - batch * (num_m * num_n), num_m, num_n, TILE.group_m)": "all tiles",
     "scales.py: step = block_of(k, TRAITS) * num_columns(N, TRAITS)": "the blocks of w",
     "primitives.py: at = first + tl.cast(run, tl.int64) * span.outer_stride + (i - run * span.inner)": "i itself",
+    "token_rows.py: num_tiles = tl.cdiv(capacity, TILE.block_runs) * tiles_in_row": "launches._MOST_TILES",
     "push_matmul.py: at = offsets * columns.size  # a chunk fits 32 bits; rows behind the mask may wrap": "a chunk",
     "push_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "the tiles of a chunk",
 }
@@ -132,8 +135,9 @@ def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, 
 def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
     at_least = {"unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4, "reduce_kernel": 2}
     at_least |= {"reduce_norm_kernel": 4, "norm_kernel": 1}
+    at_least |= {"send_rows_kernel": 2, "take_rows_kernel": 4, "show_rows_kernel": 4, "add_rows_kernel": 2}
     for name, kernel in compiled.items():
-        if kernel["kernel"] in at_least and name != "wait":
+        if kernel["kernel"] in at_least and name not in ("wait", "take rows fp32 odd", "show rows fp32 odd"):
             assert kernel["counts"]["stores_16"] >= at_least[kernel["kernel"]], name
         assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
     for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
@@ -152,7 +156,7 @@ def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
         aside = ("gather_matmul_kernel", "pack_kernel", "unpack_kernel")
         assert kernel["stack"] <= (8 if kernel["kernel"] in aside else 0), name
         assert kernel["shared"] <= SHARED_BYTES[arch], (name, kernel["shared"])
-        in_sm = 2 if kernel["kernel"] in ("reduce_kernel", "norm_kernel") and name != "reduce of 8 ranks bias" else 1
+        in_sm = IN_SM.get(kernel["kernel"], 1) if name != "reduce of 8 ranks bias" else 1
         assert in_sm * kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
@@ -175,10 +179,10 @@ def test_no_flag_overtakes_data(compiled: Compiled) -> None:
     assert {name: kernel["order"] for name, kernel in compiled.items() if kernel["order"]} == {}
 
 
-@pytest.mark.parametrize("name", ["push", "pack"])
+@pytest.mark.parametrize("name", ["push", "pack", "send rows", "show rows"])
 def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folder: Path, name: str) -> None:
     """After the last store of data come a counter and a flag, so nothing of a push or a chunk is left unreported."""
-    ptx = (folder / f"{name}.{target.arch}.ptx").read_text()
+    ptx = (folder / f"{name.replace(' ', '_')}.{target.arch}.ptx").read_text()
     last_store = ptx.rindex("st.global.v4")
     counter = ptx.index("atom.global.gpu.acq_rel.add", last_store)
     assert ptx.index("bar.sync", last_store) < counter
@@ -209,7 +213,7 @@ def atomics_on_record(ptx: str) -> list[str]:
     return [line for line in atomics if any(f"[ {at} +" in line for at in record_pointers(ptx))]
 
 
-@pytest.mark.parametrize("name", ["finish", "unpack"])
+@pytest.mark.parametrize("name", ["finish", "unpack", "take_rows"])
 def test_the_host_s_memory_gets_no_atomics(name: str, folder: Path, target: Target, compiled: Compiled) -> None:
     """Where a GPU has none there, the record of a failed wait would never be filled."""
     ptx = (folder / f"{name}.{target.arch}.ptx").read_text()

@@ -122,6 +122,10 @@ MUTANTS = {
     "record claimed in one block": Mutant("unpack", Rule.STRENGTH, r"acq_rel\.gpu\.cas", "acq_rel.cta.cas", 0),
     "no barriers in a push": Mutant("push", Rule.BARRIER, BARRIERS, ""),
     "no barriers in a gather": Mutant("gather", Rule.READ, BARRIERS, ""),
+    "no barriers behind a wait for rows": Mutant("add rows", Rule.READ, BARRIERS, ""),
+    "flag of rows at the scope of one GPU": Mutant(
+        "show rows", Rule.STRENGTH, FLAG, "atom.global.gpu.release.exch", -1
+    ),
     "store behind the counter": Mutant("push", Rule.COUNT, rf"^.*{COUNTER}.*$", rf"\g<0>\n{STORE}", -1),
     "store right before the flag": Mutant("pack", Rule.COUNT, rf"^.*{FLAG}.*$", rf"{STORE}\n\g<0>", -1),
     "TMA store that is only read": Mutant("push", Rule.BARRIER, rf"^.*{COUNTER}.*$", rf"{TMA_STORE}\n\g<0>", -1),
@@ -153,7 +157,7 @@ def test_mutants_of_real_kernels_are_refused(compiled: Compiled, target: Target,
     ptx = (folder / f"{mutant.kernel.replace(' ', '_')}.{target.arch}.ptx").read_text()
 
     def broken(ptx: str) -> list[str]:
-        reads = mutant.kernel.startswith(("gather", "unpack", "reduce"))
+        reads = mutant.kernel.startswith(("gather", "unpack", "reduce", "add"))
         return [text for text in ptx_order.violations(ptx, reads) if mutant.rule in text]
 
     assert broken(ptx) == [] and broken(mutated(ptx, mutant))
