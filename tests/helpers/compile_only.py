@@ -29,15 +29,14 @@ from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.memory import topology
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.plan import routed_rounds, routing
-from fusedcomm.plan.builder import Builder, Device, Memory, layout_of
+from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.schedule import Launch
-from fusedcomm.run import python_executor
 from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order, scaled_rounds
 from tests.helpers.narrow_products import narrow_products
 from tests.helpers.ptx_loops import main_loops
+from tests.helpers.token_rows import run_kernel
 
 RANK, GROUP_SIZE = 1, 4
 NUM_SMS = 132
@@ -229,20 +228,13 @@ def norm_rows(n: int, dtype: torch.dtype = torch.bfloat16) -> None:
 
 def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True) -> None:
     """Launch one of the kernels of a dispatch or combine of 8192 tokens to 64 experts, 8 each."""
-    workspace, k, capacity = MetaWorkspace(), 8, 16384
+    k, capacity, combines = 8, 16384, kernel in ("show_rows", "add_rows")
     packed = torch.empty(routing.packed_shape(8192 * k, 64, GROUP_SIZE), dtype=torch.int64, device="meta")
-    rows, weights = torch.empty(capacity, n, dtype=dtype, device="meta"), torch.empty(8192 * k, device="meta")
-    tensors = rows if kernel in ("show", "add") else rows[:8192], weights if scores else None, packed
-    s = Builder(
-        workspace.memory_facts(), workspace.device_facts(), [None if t is None else layout_of(t) for t in tensors]
-    )
-    if kernel in ("show", "add"):
-        routed_rounds.combine(s, *s.inputs, num_tokens=8192, k=k, return_received=scores)
-    else:
-        routed_rounds.send(s, *s.inputs, k=k, capacity=capacity)
-    schedule = s.finish()
-    steps = [step for step in schedule.steps if isinstance(step.work, Launch) and f".{kernel}_rows" in step.work.kernel]
-    python_executor.run(dataclasses.replace(schedule, steps=steps), workspace, "", 1, tensors)
+    rows = torch.empty(capacity if combines else 8192, n, dtype=dtype, device="meta")
+    weights = torch.empty(8192 * k, device="meta") if scores else None
+    facts = {"num_tokens": 8192, "return_received": scores} if combines else {"capacity": capacity}
+    program = routed_rounds.combine if combines else routed_rounds.send
+    run_kernel(kernel, program, MetaWorkspace(), 1, rows, weights, packed, k=k, **facts)
 
 
 def finish() -> None:
@@ -293,9 +285,9 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "norm 8192", partial(norm_rows, 8192)
     yield "reduce and norm fp32", partial(reduce_norm, 4096, torch.float32)
     yield "reduce and norm of 16 ranks", partial(reduce_norm, 16384, group_size=16)
-    for kernel in ("send", "take", "show", "add"):
-        yield f"{kernel} rows", partial(token_rows, kernel)
-        yield f"{kernel} rows fp32 odd", partial(token_rows, kernel, 4100, torch.float32, scores=False)
+    for kernel in ("send rows", "take rows", "show rows", "add rows"):
+        yield kernel, partial(token_rows, kernel.replace(" ", "_"))
+        yield f"{kernel} fp32 odd", partial(token_rows, kernel.replace(" ", "_"), 4100, torch.float32, scores=False)
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)
     yield "begin push", lambda: launch_now.begin_push(MetaWorkspace())

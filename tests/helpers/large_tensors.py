@@ -47,7 +47,7 @@ def only_programs(choose: Callable[[int], list[int]]) -> Iterator[None]:
         interpreter_builder.grid_idx = (chosen[x], 0, 0)
 
     with (
-        mock.patch.object(launches, "_num_programs", num_programs),
+        mock.patch.object(launches, "programs", num_programs),
         mock.patch.object(interpreter_builder, "set_grid_dim", set_dim),
         mock.patch.object(interpreter_builder, "set_grid_idx", set_index),
     ):

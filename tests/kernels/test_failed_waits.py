@@ -8,20 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.plan.geometry import norm, shapes
+from fusedcomm.plan import routed_rounds
+from fusedcomm.plan.geometry import norm, payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
+from tests.helpers.token_rows import routings, run_kernel
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
 
 OTHER = FINGERPRINT ^ 1
 # Each element, where 2 ranks send ones
 OF_ONES = {"unpack": 8, "reduce": 16, "reduce and norm": 2, "gather rows": 8, "gather K": 16}
+OF_ONES |= {"take_rows": 1, "add_rows": 2}
+SENDERS = {"take_rows": "send_rows", "add_rows": "show_rows"}
 by_kernel = pytest.mark.parametrize("kernel", OF_ONES)
 gathers = pytest.mark.parametrize("kernel", ["gather rows", "gather K"])
 
 
 def exchange_of(kernel: str, group_size: int) -> Exchange:
-    """Every x is [6, 8], and w has ones and 24 columns."""
+    """Every x is [6, 8], and w has ones and 24 columns. Each token has an expert on every rank."""
+    if kernel in SENDERS:
+        return payloads.all_gather((6, 8), 0, group_size)
     if kernel == "unpack":
         return shapes.matmul_all_to_all((6, 8), (8, 24), None, 0, 1, group_size)
     if kernel == "reduce":
@@ -39,10 +45,22 @@ def ranks_of(kernel: str, group_size: int, timeout_s: float = 60.0, num_slots: i
     return ranks
 
 
+def of_rows(name: str, rank: VirtualRank, value: float, fingerprint: int) -> Tensor:
+    """The result of a dispatch of x, or of a combine of 6 * R rows, of which one kernel runs."""
+    k, combines = rank.group_size, name in ("show_rows", "add_rows")
+    packed = routings([torch.arange(k).repeat(6)] * k, k, k, 6 * k)[rank.rank]
+    rows = torch.full((6 * k if combines else 6, 8), float(value))
+    facts = {"num_tokens": 6, "return_received": False} if combines else {"capacity": 6 * k}
+    program = routed_rounds.combine if combines else routed_rounds.send
+    return run_kernel(name, program, rank, fingerprint, rows, None, packed, k=k, **facts)[0]
+
+
 def send(kernel: str, rank: VirtualRank, value: float = 1, fingerprint: int = FINGERPRINT) -> None:
     (spans,) = exchange_of(kernel, rank.group_size).rounds(1 << 40)
     x = torch.full((6, 8), float(value))
-    if kernel in ("unpack", "reduce"):
+    if kernel in SENDERS:
+        of_rows(SENDERS[kernel], rank, value, fingerprint)
+    elif kernel in ("unpack", "reduce"):
         launch_now.push(x, torch.ones(8, 24), None, spans, rank, fingerprint)
     else:
         launch_now.pack(x, spans, rank, fingerprint)
@@ -52,6 +70,8 @@ def receive(kernel: str, rank: VirtualRank, fingerprint: int = FINGERPRINT, end_
     exchange = exchange_of(kernel, rank.group_size)
     (spans,) = exchange.rounds(1 << 40)
     out = torch.zeros(exchange.out_shape)
+    if kernel in SENDERS:
+        return of_rows(kernel, rank, 0, fingerprint)
     if kernel == "unpack":
         launch_now.unpack(out, spans, rank, fingerprint)
     elif kernel == "reduce and norm":
