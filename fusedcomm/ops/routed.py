@@ -28,9 +28,9 @@ from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape, sizes_of
-from fusedcomm.run.routed_rows import ByCollective, ByKernels, InPlace, grouped_matmul, grouped_outer, weighed
+from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, InPlace, grouped_matmul, grouped_outer, weighed
 
-Way = ByCollective | InPlace | ByKernels
+Way = Alone | ByCollective | InPlace | ByKernels
 _GROUP = "int group_size, str group_name"
 SCHEMAS = {
     "moe_dispatch": "(Tensor x, Tensor expert_ids, int num_experts, int capacity, int alignment, "
@@ -62,7 +62,7 @@ def _call(
     if size == 1:
         if _is_checked(t, env.check()):
             check()
-        yield ByCollective(CallMemory(0, 1, name, t.device))
+        yield Alone(CallMemory(0, 1, name, t.device))
         return
     dumps.arm()
     exits.arm()

@@ -30,6 +30,30 @@ from fusedcomm.run import python_executor
 _MOST_KEPT = 1024  # schedules of a workspace; with more, as when sizes keep changing, it begins anew
 
 
+class Alone:
+    """A group of one rank: nobody waits, the host neither."""
+
+    def __init__(self, memory: CallMemory) -> None:
+        self.memory = memory
+
+    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return own[None]
+
+    def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
+        slots = torch.arange(len(routing.places), device=x.device)
+        sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
+        rows = x.new_zeros(capacity + 1, x.shape[1])  # the last is for slots without a place
+        places = routing.places.masked_fill(routing.places < 0, capacity)
+        return rows.index_copy_(0, places, sent)[:capacity]
+
+    def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
+        rows = h if w is None else grouped_matmul(h, w, routing.ends)
+        if len(rows) == 0:
+            return rows.new_zeros(len(routing.places), rows.shape[1])
+        found = rows.index_select(0, routing.places.clamp(min=0))
+        return found.masked_fill_((routing.places < 0)[:, None], 0)
+
+
 class ByCollective:
     """``unfused``: the group's own collectives. The host waits for the counts, which all_to_all_single needs."""
 
@@ -39,8 +63,6 @@ class ByCollective:
     def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Every rank's counts, [R, E]. ``rows``: the shape of the result that follows."""
         found = own.new_empty(self.memory.group_size, *own.shape)
-        if self.memory.group_size == 1:
-            return found.copy_(own)
         dist.all_gather([*found], own, group=group.find(self.memory.group_name))
         return found
 
@@ -70,8 +92,6 @@ class ByCollective:
         return [routing.slots(run) for dst in self.ranks for run in routing.runs(self.memory.rank, dst)]
 
     def _exchange(self, rows: Tensor, routing: Routing, *, back: bool) -> Tensor:
-        if self.memory.group_size == 1:
-            return rows
         rank = self.memory.rank
         sent = [sum(run.num for run in routing.runs(rank, dst)) for dst in self.ranks]
         received = [sum(run.num for run in routing.runs(src, rank)) for src in self.ranks]
