@@ -67,7 +67,7 @@ class Case(NamedTuple):
             found = group.run(self.run, calls)
             group.check(str(self))
             for rank, results in enumerate(found):
-                wrong = proof.wrong_values(problem, results, rank, self.dtype)
+                wrong = proof.wrong_values(proof.pairs([(problem, results)], rank, self.dtype))
                 assert not wrong, f"{self} rank {rank} seed {seed} {wrong}"
         return {"calls": TIMES * len(calls[0]) * self.group_size}
 

@@ -17,12 +17,8 @@ from __future__ import annotations
 
 import math
 import zlib
-<<<<<<< HEAD
-from collections.abc import Callable, Mapping, Sequence
-=======
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
->>>>>>> 2f97a8e5 (moe: kernels are proved before use)
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -100,43 +96,17 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
         programs = [each for each in programs if each.gathers == (dtype in BYTES)]
-<<<<<<< HEAD
     problems = [problem_of(each, size, ours.group_size, form, uneven) for each in programs for size in SIZES]
-    own = ours.for_proof(max(slot_bytes(problem, dtype) for problem in problems))
-    wrong = ""
-    try:
-        if algorithm == "pipelined":
-            cause, wrong = _try(lambda: _by_group(ours, problems, dtype), ours.rank, dtype)
-        else:
-            own.workspace_for(own.max_slot_bytes, kind, _fingerprint(kind))
-            cause, wrong = _try(lambda: _by_workspace(own, algorithm, problems, dtype), ours.rank, dtype)
-        parts = " in parts of different sizes" if uneven else ""
-        what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
-        return _voted(own, kind, what, cause, wrong)
-    except WorkspaceUnavailable as unavailable:
-        return f"{algorithm} could not be proved: {unavailable}"
-    except PeerError as failed:
-        ours.error = own.error or failed.until_reset()
-        raise ours.error.again() from failed
-    except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
-        text = f"{kind} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
-        ours.error = PeerError(text, peers=[ours.rank], op=kind, epoch=0).until_reset()
-        raise
-    finally:
-        own.close()
-=======
-    problems = [_problem(each, size, ours.group_size, uneven, form) for each in programs for size in SIZES]
     parts = " in parts of different sizes" if uneven else ""
     what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
-    slot_bytes = max(_slot_bytes(problem, dtype) for problem in problems)
+    num_bytes = 0 if algorithm == "pipelined" else max(slot_bytes(problem, dtype) for problem in problems)
 
     def results(own: Member) -> Pairs:
         by_group = algorithm == "pipelined"
         found = _by_group(ours, problems, dtype) if by_group else _by_workspace(own, algorithm, problems, dtype)
-        return _pairs(found, ours.rank, dtype)
+        return pairs(found, ours.rank, dtype)
 
-    return outcome(kind, what, ours, 0 if algorithm == "pipelined" else slot_bytes, results)
->>>>>>> 2f97a8e5 (moe: kernels are proved before use)
+    return outcome(kind, what, ours, num_bytes, results)
 
 
 def problem_of(
@@ -162,15 +132,8 @@ def slot_bytes(problem: Problem, dtype: torch.dtype) -> int:
 def _try(results: Callable[[Member], Pairs], own: Member) -> tuple[int, str]:
     """Run problems. Returns (cause, failure on this rank or ""). No exception of an algorithm may end the proof."""
     try:
-<<<<<<< HEAD
-        for problem, found in results():
-            if wrong := wrong_values(problem, found, rank, dtype):
-                return _WRONG, wrong
-=======
-        for got, must in results(own):
-            if found := difference(_wide(got.cpu()), _wide(must)):
-                return _WRONG, f"gave wrong values: {found}"
->>>>>>> 2f97a8e5 (moe: kernels are proved before use)
+        if wrong := wrong_values(results(own)):
+            return _WRONG, wrong
     except PeerTimeoutError as error:
         return _LATE, f"was late: {_first_line(error)}"
     except PeerError as error:
@@ -182,29 +145,15 @@ def _try(results: Callable[[Member], Pairs], own: Member) -> tuple[int, str]:
     return _WRONG, ""
 
 
-<<<<<<< HEAD
-def wrong_values(problem: Problem, results: Sequence[Tensor], rank: int, dtype: torch.dtype) -> str:
-    """Where the results of `calls_of` differ from those in float64; empty if they do not."""
-    for got, must in zip(results, _expected(problem, rank, dtype), strict=True):
-        if found := difference(_wide(got.cpu()), _wide(must.to(_result_dtype(problem, dtype)))):
-            return f"gave wrong values: {found}"
-    return ""
-
-
-def _by_workspace(
-    own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
-) -> list[tuple[Problem, list[Tensor]]]:
-    """This rank's results of the problems."""
-=======
-def outcome(kind: str, what: str, ours: Member, slot_bytes: int, results: Callable[[Member], Pairs]) -> str:
+def outcome(kind: str, what: str, ours: Member, num_bytes: int, results: Callable[[Member], Pairs]) -> str:
     """The failure of any rank's ``results(own)``, or "". ``own``: a Member with a workspace for the proof alone, if
-    ``slot_bytes``.
+    ``num_bytes``.
 
     Raises PeerError if the ranks do not come together; the group then needs a reset.
     """
-    own = ours.for_proof(slot_bytes)
+    own = ours.for_proof(num_bytes)
     try:
-        if slot_bytes:
+        if num_bytes:
             own.workspace_for(own.max_slot_bytes, kind, _fingerprint(kind))
         return _voted(own, kind, what, *_try(results, own))
     except WorkspaceUnavailable as unavailable:
@@ -220,7 +169,15 @@ def outcome(kind: str, what: str, ours: Member, slot_bytes: int, results: Callab
         own.close()
 
 
-def _pairs(results: Sequence[tuple[Problem, list[Tensor]]], rank: int, dtype: torch.dtype) -> Pairs:
+def wrong_values(pairs: Pairs) -> str:
+    """Where results differ from what they must be; empty if they do not."""
+    for got, must in pairs:
+        if found := difference(_wide(got.cpu()), _wide(must)):
+            return f"gave wrong values: {found}"
+    return ""
+
+
+def pairs(results: Sequence[tuple[Problem, list[Tensor]]], rank: int, dtype: torch.dtype) -> Pairs:
     """Each tensor of the results with what it must be."""
     return [
         (got, must.to(_result_dtype(problem, dtype)))
@@ -234,7 +191,6 @@ def bounded(own: Member, kind: str) -> Iterator[Workspace]:
     """The proof's workspace, with its own bound of waits. All that runs inside has ended behind it, or an error is
     raised.
     """
->>>>>>> 2f97a8e5 (moe: kernels are proved before use)
     workspace = own.workspace
     assert workspace is not None
     workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
@@ -244,20 +200,6 @@ def bounded(own: Member, kind: str) -> Iterator[Workspace]:
         _synchronize(workspace.device)
     workspace.check(kind)
 
-<<<<<<< HEAD
-    def plan(op: str, exchange: Exchange) -> Plan:
-        return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
-
-    kind = problems[0].program.kind
-    with workspace.guarded(kind):
-        results = [(problem, _results(problem, workspace, dtype, plan)) for problem in problems]
-        workspace.least_copied = 0  # the chunks of gathers by copy engines too, which larger ones take
-        gathers = [problem for problem in problems if problem.program.gathers]
-        results += [(problem, _results(problem, workspace, dtype, plan)) for problem in gathers]
-        _synchronize(workspace.device)
-    workspace.check(kind)
-    return results
-=======
 
 def _by_workspace(
     own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
@@ -268,11 +210,10 @@ def _by_workspace(
         return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
 
     with bounded(own, problems[0].program.kind) as workspace:
-        results = [(problem, _run(problem, workspace, dtype, plan)) for problem in problems]
+        results = [(problem, _results(problem, workspace, dtype, plan)) for problem in problems]
         workspace.least_copied = 0  # the chunks of gathers by copy engines too, which larger ones take
         gathers = [problem for problem in problems if problem.program.gathers]
-        return results + [(problem, _run(problem, workspace, dtype, plan)) for problem in gathers]
->>>>>>> 2f97a8e5 (moe: kernels are proved before use)
+        return results + [(problem, _results(problem, workspace, dtype, plan)) for problem in gathers]
 
 
 def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> list[tuple[Problem, list[Tensor]]]:
