@@ -295,19 +295,34 @@ class Builder:
 
     def join(self, stream: Stream, other: Stream) -> None:
         """Work that follows on ``stream`` comes after all of ``other``."""
-        self.after(stream, self.event(other))
+        if stream != other:
+            self.after(stream, self.event(other))
 
     def finish(self, *returned: Tensor) -> Schedule:
-        awaited = {step.work.event for step in self._steps if isinstance(step.work, Await)}
-        steps = (step for step in self._steps if not isinstance(step.work, Record) or step.work.event in awaited)
+        steps = self._without_earlier_waits()
+        awaited = {step.work.event for step in steps if isinstance(step.work, Await)}
         return Schedule(
-            tuple(steps),
+            tuple(step for step in steps if not isinstance(step.work, Record) or step.work.event in awaited),
             tuple(self._results),
             self._most_temporary_bytes,
             tuple(self._temporaries),
             self._num_events,
             tuple(map(self.place, returned)),
         )
+
+    def _without_earlier_waits(self) -> list[Step]:
+        """All steps but waits of a stream for another that it waits for again, and longer, before its next work."""
+        sources = {step.work.event: step.stream for step in self._steps if isinstance(step.work, Record)}
+        kept, later = list[Step](), dict[tuple[Stream, Stream], int]()  # the event that it then waits for
+        for step in reversed(self._steps):
+            if isinstance(step.work, Await):
+                key = step.stream, sources[step.work.event]
+                if later.setdefault(key, step.work.event) > step.work.event:
+                    continue
+            elif not isinstance(step.work, EndRound):
+                later = {key: event for key, event in later.items() if key[0] != step.stream}
+            kept.append(step)
+        return kept[::-1]
 
 
 Program = Callable[..., Any]  # emits the steps of a call, and returns the stand-ins of its results

@@ -30,9 +30,9 @@ def push_matmul(
 ) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     matmul = PushedMatmul(s, x, w, bias, exchange)
-    moves = Moves(s, x.dtype)
-    out = moves.result(exchange.out_shape, out)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    moves = Moves(s, x.dtype, len(rounds))
+    out = moves.result(exchange.out_shape, out)
     for spans in rounds:
         moves.push(spans, matmul, out)
         moves.unpack(spans, out, beside=spans is not rounds[-1])
@@ -54,9 +54,9 @@ def push_reduce(
 ) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block."""
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
-    moves = Moves(s, x.dtype)
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    moves = Moves(s, x.dtype, len(rounds))
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
     for spans in rounds:
         moves.push(spans, matmul)
         moves.reduce(spans, out, bias, scale, residual=residual, beside=spans is not rounds[-1])
@@ -81,11 +81,11 @@ def push_reduce_gather(
     The owner of a block adds its part of the residual, which all ranks share.
     """
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
-    moves = Moves(s, x.dtype)
+    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    moves = Moves(s, x.dtype, len(rounds))
     out = moves.result(exchange.out_shape, out)
     reduced = _own_block(s, exchange, out)
     own_residual = None if residual is None else own_part(s, exchange, residual)
-    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     for spans in rounds:
         beside = spans is not rounds[-1]
         moves.push(spans, matmul)
@@ -109,14 +109,14 @@ def gather_matmul(
     x = s.contiguous(x)
     outs = results(s, exchange, ws)
     matmuls = [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
-    moves = Moves(s, x.dtype)
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
     by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows or exchange.is_plain
-    gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
     max_numel = s.max_chunk_numel(x.dtype)
     if exchange.comes_in_pieces(x.itemsize) and s.device.is_gpu:  # small enough to hide one piece behind another
         max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
     rounds = exchange.rounds(max_numel)
+    moves = Moves(s, x.dtype, len(rounds))
+    gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
     for spans in rounds:
         moves.begin(spans, gathered)
         moves.pack(spans, x, gathered)

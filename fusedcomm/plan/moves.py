@@ -7,7 +7,7 @@ A GPU has three streams, which meet by events only, so that a round's copies run
 
     MAIN    the matmuls; and the waits before matmuls that read a slot themselves
     SENDS   copies to the peers by the copy engines, each with its signal behind it
-    READS   kernels that wait for peers, read the own slot, and end the round
+    READS   kernels that wait for peers, read the own slot, and end the round; in a call of one round MAIN has them
 
 Failures of waits are found by kernels there, and poison the results with NaN. A round's sends begin when READS has
 ended the round before. So this rank has every peer's signal of that round before it writes to a peer, and all its reads
@@ -48,7 +48,7 @@ class Arrival(NamedTuple):
 class Moves:
     """The moves of one call."""
 
-    def __init__(self, s: Builder, dtype: torch.dtype) -> None:
+    def __init__(self, s: Builder, dtype: torch.dtype, num_rounds: int) -> None:
         self.s, self.dtype, self.rank = s, dtype, s.rank
         self.peers, self.sources = peers_of(s.rank, s.group_size), sources_of(s.rank, s.group_size)
         self.posted: Tensor | None = None  # the result that peers may write, in its memory of this call
@@ -57,13 +57,14 @@ class Moves:
         self.copied: dict[int, int] = {}  # by dst_rank: the event after which it may be written again
         self.ended: list[int] = []  # the ends of the last rounds of both slots: then MAIN may write there again
         if s.device.is_gpu:
-            s.join(READS, MAIN)  # and SENDS comes after READS in each round
+            self.reads = READS if num_rounds > 1 else MAIN
+            s.join(self.reads, MAIN)  # and SENDS comes after READS in each round
 
     def end(self) -> None:
         """Later work waits for the whole call."""
         if self.s.device.is_gpu:
             self.s.join(MAIN, SENDS)
-            self.s.join(MAIN, READS)
+            self.s.join(MAIN, self.reads)
 
     def result(self, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
         """``out``, which may be anyone's memory, or a result that peers may write."""
@@ -79,9 +80,9 @@ class Moves:
         """Begin a round, before its first chunk is sent. ``out``: the tensor that its chunks are unpacked to."""
         s = self.s
         if s.device.is_gpu:
-            with s.on(READS):  # where SMs have just become free, and before the first matmul: none holds it up
+            with s.on(self.reads):  # where SMs have just become free, and before the first matmul: none holds it up
                 launches.begin_push(s)
-            s.join(SENDS, READS)
+            s.join(SENDS, self.reads)
             if len(self.ended) == s.memory.layout.num_slots:
                 s.after(MAIN, self.ended[0])
         elif out is not None and out is self.posted:
@@ -128,7 +129,8 @@ class Moves:
                 if spans.by_peer and self.ended:  # _unpack_parts of the round before may write all of out
                     s.after(MAIN, self.ended[-1])
                 self._multiply(matmul, spans, dst_rank, part if own is None else own)
-                s.join(SENDS, MAIN)
+                if self.reads == READS:
+                    s.join(SENDS, MAIN)
             elif packed is not None:
                 with s.on(SENDS), s.lane("push", dst_rank):
                     copy_runs(s, part, packed)
@@ -238,8 +240,8 @@ class Moves:
     def _unpack_by_kernel(self, spans: RoundSpans, out: Tensor, packed: Tensor | None, beside: bool) -> None:
         s, rank = self.s, self.rank
         if packed is None:
-            s.join(READS, MAIN)
-        with s.on(READS), s.lane("copy"):
+            s.join(self.reads, MAIN)
+        with s.on(self.reads), s.lane("copy"):
             if packed is not None:
                 launches.wait_all(s)
                 copy_between(s, _in_result(spans, rank, out), packed)
@@ -257,7 +259,7 @@ class Moves:
             if waits and src_rank != self.rank:
                 self.wait(src_rank)
             copy_between(s, _in_result(spans, src_rank, out), s.chunk(self.rank, src_rank, spans, self.dtype))
-        s.join(READS, MAIN)  # a failure makes all of out NaN, also where MAIN reads
+        s.join(self.reads, MAIN)  # a failure makes all of out NaN, also where MAIN reads
         launches.finish(s, out, end_round=True)
 
     def reduce(
@@ -276,8 +278,8 @@ class Moves:
         """
         s = self.s
         if s.device.is_gpu:
-            s.join(READS, MAIN)
-            with s.on(READS), s.lane("copy"):
+            s.join(self.reads, MAIN)
+            with s.on(self.reads), s.lane("copy"):
                 launches.reduce(s, out, spans, bias, scale, residual=residual, beside=beside)
             self._end_round()
             return
@@ -295,14 +297,14 @@ class Moves:
 
     def reduce_norm(self, spans: RoundSpans, operands: Normed, eps: float) -> None:
         """On a GPU: `launches.reduce_norm`, which waits for all chunks and ends the round."""
-        with self.s.on(READS), self.s.lane("copy"):
+        with self.s.on(self.reads), self.s.lane("copy"):
             launches.reduce_norm(self.s, *operands, spans, eps)
         self._end_round()
 
     def arrived(self) -> None:
         """Later matmuls read the unpacked tensor."""
         if self.s.device.is_gpu:
-            self.s.join(MAIN, READS)
+            self.s.join(MAIN, self.reads)
 
     def finish(self, outs: Sequence[Tensor]) -> None:
         """End a round after its chunks have been read; ``outs``: the results computed from them."""
@@ -310,16 +312,16 @@ class Moves:
         if not s.device.is_gpu:
             s.add(EndRound())
             return
-        s.join(READS, MAIN)
-        with s.on(READS):
+        s.join(self.reads, MAIN)
+        with s.on(self.reads):
             for i, out in enumerate(outs):
                 launches.finish(s, out, end_round=i == len(outs) - 1)
         self._end_round()
-        s.join(MAIN, READS)  # the waits of the next round count from the end of this one
+        s.join(MAIN, self.reads)  # the waits of the next round count from the end of this one
 
     def _end_round(self) -> None:
         s = self.s
-        self.ended = [*self.ended, s.event(READS)][-s.memory.layout.num_slots :]
+        self.ended = [*self.ended, s.event(self.reads)][-s.memory.layout.num_slots :]
         s.add(EndRound(by_kernel=True))
 
     def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:

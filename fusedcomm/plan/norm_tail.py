@@ -79,10 +79,11 @@ def _with_norm(
 
 
 def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, residual: Tensor, out: Given) -> Tensor:
-    moves, residual = Moves(s, x.dtype), s.contiguous(residual)
+    rounds, residual = exchange.rounds(s.max_chunk_numel(x.dtype)), s.contiguous(residual)
+    moves = Moves(s, x.dtype, len(rounds))
     terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
     out = s.result(residual.shape, x.dtype) if out is None else out
-    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+    for spans in rounds:
         moves.begin(spans)
         moves.pack(spans, terms, None)
         moves.own = spans.at(s.rank).pack.view(terms.view(-1), 0, s.rank).view(-1)
@@ -108,8 +109,9 @@ def _one_shot_by_kernels(
     terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
     normed, out = (s.result(residual.shape, x.dtype) if each is None else each for each in (normed, out))
     operands: Normed = normed, out, residual, norm_weight, bias
-    moves = Moves(s, x.dtype) if not fused or copy_engines_send(exchange, s.device, x.itemsize) else None
-    for spans in exchange.rounds(s.max_chunk_numel(x.dtype)):
+    rounds, by_copy = exchange.rounds(s.max_chunk_numel(x.dtype)), copy_engines_send(exchange, s.device, x.itemsize)
+    moves = Moves(s, x.dtype, len(rounds)) if by_copy or not fused else None
+    for spans in rounds:
         if moves is not None:
             moves.begin(spans)
             moves.pack(spans, terms, None, own=True)
