@@ -160,10 +160,11 @@ def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
         assert in_sm * kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
-def read_early(ptx: str) -> list[str]:
-    """Float32 arithmetic between a wgmma and the wait for it, and waits that leave it running."""
+def read_early(ptx: str, may_run: bool) -> list[str]:
+    """Float32 arithmetic between a wgmma and the wait for it; and waits that leave it running, unless it may."""
     in_flight = re.findall(r"wgmma\.mma_async.*?wgmma\.wait_group\S*\s+\d+", ptx, re.DOTALL)
-    return [part for part in in_flight if not part.endswith(" 0") or re.search(r"\b(add|fma|mul)\S*\.f32", part)]
+    early = re.compile(r"\b(add|fma|mul)\S*\.f32")
+    return [part for part in in_flight if early.search(part) or not (may_run or part.endswith(" 0"))]
 
 
 def test_products_of_float8_are_added_behind_their_wait(compiled: Compiled, folder: Path, arch: int) -> None:
@@ -171,8 +172,10 @@ def test_products_of_float8_are_added_behind_their_wait(compiled: Compiled, fold
     for name in compiled if arch == 90 else ():
         if "float8" in name:
             ptx = (folder / f"{name.replace(' ', '_')}.{arch}.ptx").read_text()
-            assert "wgmma.mma_async" in ptx and not read_early(ptx), name
-            assert read_early(ptx.replace("wgmma.commit_group", "add.f32 %r1, %r1, %r2;\n\twgmma.commit_group"))
+            fast = "fast" in name  # the next product is added to a running one, by the tensor cores
+            assert "wgmma.mma_async" in ptx and not read_early(ptx, fast), name
+            spoiled = ptx.replace("wgmma.commit_group", "add.f32 %r1, %r1, %r2;\n\twgmma.commit_group")
+            assert read_early(spoiled, fast), name
 
 
 def test_no_flag_overtakes_data(compiled: Compiled) -> None:
