@@ -25,7 +25,7 @@ HALVES = {
         _part("captured", "captured", 60, 40),
         _part("programs", "programs", 90, 60),
         _part("values", "virtual_ranks", 90, 30, "values"),
-        _part("problems", "problems", 90, 30),
+        *(_part(f"problems R={size}", "problems", 120, 30, str(size)) for size in (2, 4, 8)),
         _part("graphs", "virtual_ranks", 30, 20, "graphs"),
         _part("time-outs", "virtual_ranks", 40, 20, "time-outs"),
         _part("moe", "moe_calls", 60, 30, "values"),

@@ -1,7 +1,11 @@
-"""Problems of a proof before use, larger, on virtual ranks: every op, its collective alone, norms, float8 scales."""
+"""Problems of a proof before use, larger, on virtual ranks: every op, its collective alone, norms, float8 scales.
+
+The argument: the number of ranks. They wait for each other on a GPU alone: on a CPU there is one.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +24,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 SIZES = MatmulSize(250, 128, 1048), MatmulSize(37, 29, 31)  # K: sums are exact
 SMALL = MatmulSize(6, 16, 10)  # for Triton's interpreter
+GROUP_SIZES = (2, 4, 8)
 TIMES = 3
 
 
@@ -75,25 +80,25 @@ class Case(NamedTuple):
         return Plan(op, self.algorithm, "gpu_check", fingerprint=FINGERPRINT, exchange=exchange)
 
 
-def every(cuda: bool) -> Iterator[Case]:
-    for group_size in (2, 4, 8) if cuda else (1,):
-        for program in PROGRAMS.values():
-            for form in ("", "_scaled", "_norm")[: 2 + (program.kind == "all_reduce")]:
-                for size in SIZES if cuda else (SMALL,):
-                    for algorithm in reversed(ALGORITHMS):
-                        yield Case(group_size, program, form, size, algorithm)
+def every(group_size: int, cuda: bool) -> Iterator[Case]:
+    for program in PROGRAMS.values():
+        for form in ("", "_scaled", "_norm")[: 2 + (program.kind == "all_reduce")]:
+            for size in SIZES[: 1 + (group_size == 2)] if cuda else (SMALL,):
+                for algorithm in reversed(ALGORITHMS):
+                    yield Case(group_size, program, form, size, algorithm)
 
 
 def jobs() -> Iterator[tuple[str, Any]]:
     """The launches of `fused`, on tensors without memory."""
-    for case in every(cuda=True):
+    for case in (each for group_size in GROUP_SIZES for each in every(group_size, cuda=True)):
         if case.algorithm == "fused":
             yield str(case), partial(case.group, torch.device("meta"))
 
 
-def cases(device: torch.device) -> child.Cases:
-    return {str(case): partial(case.check, device) for case in every(device.type == "cuda")}
+def cases(device: torch.device, group_size: int) -> child.Cases:
+    cuda = device.type == "cuda"
+    return {str(case): partial(case.check, device) for case in every(group_size if cuda else 1, cuda)}
 
 
 if __name__ == "__main__":
-    child.main(cases)
+    child.main(partial(cases, group_size=int(sys.argv.pop(1))))
