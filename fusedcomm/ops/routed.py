@@ -139,7 +139,7 @@ def _dispatch(
     x: Tensor, expert_ids: Tensor, num_experts: int, capacity: int, alignment: int, size: int, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     k, h = expert_ids.shape[1], x.shape[1]
-    ids = expert_ids.flatten().to(torch.int64)
+    ids = expert_ids.flatten()
 
     def check() -> None:
         if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
@@ -147,18 +147,23 @@ def _dispatch(
             raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
 
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
-    slot_bytes = max(capacity * h * x.itemsize, size * num_experts * ids.itemsize)
+    slot_bytes = max(capacity * h * x.itemsize, size * num_experts * torch.int64.itemsize)
     with _call("moe_dispatch", [x, ids, *facts.values()], slot_bytes, facts, size, name, check) as way:
-        counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
         rank = group.rank_of(name)
-        packed = pack(ids, k, counts, rank, capacity, alignment)
-        routing = Routing(packed, rank, size, ids.numel())
-        rows = way.send(x, None, k, routing, capacity)
+        if isinstance(way, ByKernels):
+            rows, offsets, packed = way.dispatch(x, ids, num_experts, k, capacity, alignment)
+            routing = Routing(packed, rank, size, ids.numel())
+        else:
+            ids = ids.to(torch.int64)
+            counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
+            packed = pack(ids, k, counts, rank, capacity, alignment)
+            routing = Routing(packed, rank, size, ids.numel())
+            rows, offsets = way.send(x, None, k, routing, capacity), routing.ends
     checks = env.check() if size == 1 else member(name, x.device).topology.check
     if checks and not is_capturing(x.device) and routing.overflow:
-        need = counts.sum(0).view(size, -1).sum(1).tolist()
+        need = routing.counts.sum(0).view(size, -1).sum(1).tolist()
         raise RuntimeError(f"capacity={capacity} must hold the rows of each rank, got {need}")
-    return rows, routing.ends, packed
+    return rows, offsets, packed
 
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:

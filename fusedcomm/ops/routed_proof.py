@@ -67,9 +67,9 @@ def _problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pa
 
     way = ByKernels(workspace, KIND, FINGERPRINT)
     x, score = xs[rank].to(device, dtype), scores[rank].to(device, torch.float32)
-    counts = way.counts(counts_of(ids[rank].to(device), experts * size), (capacity, columns), dtype)
-    routing = Routing(pack(ids[rank].to(device), k, counts, rank, capacity, alignment), rank, size, tokens * k)
-    rows, weighed = (way.send(x, each, k, routing, capacity) for each in (None, score.flatten()))
+    rows, _, packed = way.dispatch(x, ids[rank].to(device), experts * size, k, capacity, alignment)
+    routing = Routing(packed, rank, size, tokens * k)
+    weighed = way.send(x, score.flatten(), k, routing, capacity)
     y, received = way.combine(rows, None, score, routing, k, True)
 
     all_rows, all_weighed = torch.zeros(2, size * capacity, columns, dtype=torch.int64, device="cpu").unbind()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
@@ -16,21 +17,53 @@ from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.builder import Builder, Given
 from fusedcomm.plan.descriptors import unit
 from fusedcomm.plan.geometry import payloads
-from fusedcomm.plan.routing import Routing
+from fusedcomm.plan.routing import ROWS, Routing, packed_shape
 from fusedcomm.plan.schedule import EndRound, Table
 
+_BLOCK, _EXPERTS = 128, 64  # choices that a program places, and experts that it counts at a time
 
-def tell_counts(s: Builder, own: Tensor) -> list[Tensor]:
-    """[R, E] of every rank's counts [E]; zeros where the round fails."""
+
+def dispatch(
+    s: Builder, x: Tensor, ids: Tensor, *, num_experts: int, k: int, capacity: int, alignment: int
+) -> list[Tensor]:
+    """[rows, offsets, routing] of x [T, N] and ids [T * k]. Where the counts' round fails they are zero."""
+    ids, num_choices, own = s.contiguous(ids), ids.numel(), num_experts // s.group_size
+    packed = s.result(packed_shape(num_choices, num_experts, s.group_size), torch.int64)
+    offsets = s.result((own,), torch.int32)
+    routing = Routing(packed, s.rank, s.group_size, num_choices)
+    num_blocks = -(-num_choices // _BLOCK)
+    blocks, begins = s.temporary((num_blocks, num_experts), torch.int32), s.temporary((num_experts,), torch.int64)
+    counts = s.temporary((num_experts,), torch.int64)
+    sizes = num_choices, num_experts
+    with s.lane("plan"):
+        if num_blocks:
+            _plan(s, "count", num_blocks, blocks, ids, *sizes, _BLOCK, _EXPERTS)
+        _plan(s, "scan", -(-num_experts // _EXPERTS), counts, blocks, num_blocks, num_experts, _BLOCK // 2, _EXPERTS)
+    _tell(s, counts, routing.counts)
+    with s.lane("plan"):
+        static = s.group_size, own, alignment, ROWS, 1 << (own - 1).bit_length()
+        _plan(s, "plan", s.group_size, packed, offsets, begins, num_choices, k, capacity, s.rank, *static)
+        if num_blocks:
+            tensors = routing.places, ids, blocks, begins, routing.kept[s.rank]
+            _plan(s, "place", num_blocks, *tensors, *sizes, capacity, own, _BLOCK)
+    return [*send(s, x, None, packed, k=k, capacity=capacity), offsets, packed]
+
+
+def _plan(s: Builder, name: str, num_programs: int, *arguments: Any) -> None:
+    """Launch a kernel that waits for nobody."""
+    placed = tuple(s.place(each) if isinstance(each, Tensor) else each for each in arguments)
+    launches.launch(s, f"slot_places.{name}_kernel", num_programs, placed, num_warps=8)
+
+
+def _tell(s: Builder, own: Tensor, counts: Tensor) -> None:
+    """A round that makes counts [R, E] of every rank's own [E]."""
     exchange = payloads.all_gather((1, own.numel()), 0, s.group_size)
-    counts = s.result(exchange.out_shape, own.dtype)
     for spans in exchange.rounds(s.max_chunk_numel(own.dtype)):
         with s.lane("push"):
             launches.pack(s, own, spans)
         with s.lane("copy"):
             launches.unpack(s, counts, spans)
         s.add(EndRound(by_kernel=True))
-    return [counts]
 
 
 def send(s: Builder, x: Tensor, scores: Given, packed: Tensor, *, k: int, capacity: int) -> list[Tensor]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_OVERFLOW, _ENDS, _TOTALS, _SIZES = range(4)  # rows of the packed tensor where each begins
-_COUNTS = _SIZES + 3
+from fusedcomm.kernels.triton.bundles import RoutingRows
+
+ROWS = RoutingRows(*range(4), counts=6)
 
 
 class Run(NamedTuple):
@@ -27,7 +28,7 @@ class Run(NamedTuple):
 
 
 class Routing:
-    """Views of a routing tensor, int64 [8 + 2R + 2 * ceil(num_slots / E), E].
+    """Views of a routing tensor, int64 [8 + 2R + ceil(num_slots / E), E].
 
     Attributes:
         overflow: bool [], whether any rank's rows are dropped.
@@ -43,9 +44,13 @@ class Routing:
     def __init__(self, packed: Tensor, rank: int, group_size: int, num_slots: int) -> None:
         self.rank, self.group_size, self.num_experts = rank, group_size, packed.shape[1]
         self.packed = packed
-        self.counts, self.kept = packed[_COUNTS : _COUNTS + 2 * group_size].view(2, group_size, -1)
-        self.first, self.filled = packed[_COUNTS + 2 * group_size :][:2]
-        self.places, self.order = packed[_COUNTS + 2 * group_size + 2 :].reshape(2, -1)[:, :num_slots]
+        self.counts, self.kept = packed[ROWS.counts : ROWS.counts + 2 * group_size].view(2, group_size, -1)
+        self.first, self.filled = packed[ROWS.counts + 2 * group_size :][:2]
+        self.places = packed[ROWS.counts + 2 * group_size + 2 :].view(-1)[:num_slots]
+
+    @cached_property
+    def order(self) -> Tensor:
+        return self.places.argsort()
 
     @property
     def overflow(self) -> Tensor:
@@ -91,11 +96,11 @@ class Routing:
 
 def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:
     """``num_slots`` may be symbolic."""
-    return _COUNTS + 2 * group_size + 2 + 2 * ((num_slots + num_experts - 1) // num_experts), num_experts
+    return ROWS.counts + 2 * group_size + 2 + (num_slots + num_experts - 1) // num_experts, num_experts
 
 
 def overflow(packed: Tensor) -> Tensor:
-    return packed[_OVERFLOW, 0] != 0
+    return (packed[ROWS.overflow] != 0).any()
 
 
 def ends_of(packed: Tensor, group_size: int) -> Tensor:
@@ -103,12 +108,12 @@ def ends_of(packed: Tensor, group_size: int) -> Tensor:
 
     It reads no rank: torch keeps traced gradients for all ranks whose forward graphs are equal.
     """
-    return packed[_ENDS, : packed.shape[1] // group_size].to(torch.int32)
+    return packed[ROWS.ends, : packed.shape[1] // group_size].to(torch.int32)
 
 
 def totals(packed: Tensor) -> Tensor:
     """int64 [E], the rows of all ranks for each expert, dropped ones too."""
-    return packed[_TOTALS].clone()
+    return packed[ROWS.totals].clone()
 
 
 def counts_of(expert_ids: Tensor, num_experts: int) -> Tensor:
@@ -119,7 +124,7 @@ def counts_of(expert_ids: Tensor, num_experts: int) -> Tensor:
 
 def sizes_of(packed: Tensor) -> list[int]:
     """[num_slots, k, capacity] of the dispatch. On a GPU the host waits for them."""
-    found: list[int] = packed[_SIZES:_COUNTS, 0].tolist()
+    found: list[int] = packed[ROWS.sizes : ROWS.counts, 0].tolist()
     return found
 
 
@@ -144,16 +149,15 @@ def pack(expert_ids: Tensor, k: int, counts: Tensor, rank: int, capacity: int, a
     places = torch.empty_like(order).scatter_(0, order, place.masked_fill(~has_place, -1))
 
     packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
-    packed[_OVERFLOW] = (counts != kept).any()
+    packed[ROWS.overflow] = (counts != kept).any()
     for i, size in enumerate((num_slots, k, capacity)):
-        packed[_SIZES + i].fill_(size)
-    packed[_ENDS, : num_experts // group_size] = ends[rank]
-    packed[_TOTALS] = counts.sum(0)
+        packed[ROWS.sizes + i].fill_(size)
+    packed[ROWS.ends, : num_experts // group_size] = ends[rank]
+    packed[ROWS.totals] = counts.sum(0)
     filled = first + rows.flatten()
-    packed[_COUNTS : _COUNTS + 2 * group_size + 2] = torch.cat([counts, kept, first[None], filled[None]])
+    packed[ROWS.counts : ROWS.counts + 2 * group_size + 2] = torch.cat([counts, kept, first[None], filled[None]])
     made = Routing(packed, rank, group_size, num_slots)
     made.places.copy_(places)
-    made.order.copy_(places.argsort())
     return packed
 
 

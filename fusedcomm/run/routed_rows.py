@@ -111,8 +111,10 @@ class ByKernels:
         self.memory = self.workspace = workspace
         self.op, self.fingerprint = op, fingerprint
 
-    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return self._run(routed_rounds.tell_counts, own)[0]
+    def dispatch(self, x: Tensor, ids: Tensor, num_experts: int, k: int, capacity: int, alignment: int) -> list[Tensor]:
+        """[rows, offsets, routing]."""
+        facts = {"num_experts": num_experts, "k": k, "capacity": capacity, "alignment": alignment}
+        return self._run(routed_rounds.dispatch, x, ids, **facts)
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
         return self._run(routed_rounds.send, x, scores, routing.packed, k=k, capacity=capacity)[0]

@@ -113,6 +113,16 @@ class Unpacked(NamedTuple):
     own: bool  # this rank's chunk is in the slot too; otherwise it is in its place
 
 
+class RoutingRows(NamedTuple):
+    """ROWS: where the parts of a routing tensor begin (fusedcomm.plan.routing)."""
+
+    overflow: int
+    ends: int
+    totals: int
+    sizes: int  # 3 rows
+    counts: int  # R rows, then R of kept counts, first and filled rows, places
+
+
 class Scaled(NamedTuple):
     """TRAITS.scaled: which elements of float8 operands share a scale."""
 

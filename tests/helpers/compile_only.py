@@ -237,6 +237,13 @@ def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, 
     run_kernel(kernel, program, MetaWorkspace(), 1, rows, weights, packed, k=k, **facts)
 
 
+def places(kernel: str) -> None:
+    """Launch one of the kernels that place these tokens."""
+    ids, x = (torch.empty(*shape, dtype=torch.int64, device="meta") for shape in ((8192 * 8,), (8192, 0)))
+    facts = {"num_experts": 64, "k": 8, "capacity": 16384, "alignment": 8}
+    run_kernel(kernel, routed_rounds.dispatch, MetaWorkspace(), 1, x, ids, **facts)
+
+
 def finish() -> None:
     out = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     launch_now.finish(out, MetaWorkspace(), 1, end_round=True)
@@ -288,6 +295,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     for kernel in ("send rows", "take rows", "show rows", "add rows"):
         yield kernel, partial(token_rows, kernel.replace(" ", "_"))
         yield f"{kernel} fp32 odd", partial(token_rows, kernel.replace(" ", "_"), 4100, torch.float32, scores=False)
+    yield from ((f"{kernel} choices", partial(places, kernel)) for kernel in ("count", "scan", "plan", "place"))
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)
     yield "begin push", lambda: launch_now.begin_push(MetaWorkspace())

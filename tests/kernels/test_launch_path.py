@@ -196,7 +196,8 @@ def test_every_kernel_is_taken(compiled: Compiled, compilers: Compilers, target:
     assert bool(by_tma) == (target.arch >= 90)
     for case in cases:
         (launch,) = case["launches"]
-        assert launch["grid"] <= NUM_SMS * compile_only.IN_SM.get(launch["kernel"], 1), case
+        if not case["case"].endswith(" choices"):  # whose programs wait for nobody, and take a block each
+            assert launch["grid"] <= NUM_SMS * compile_only.IN_SM.get(launch["kernel"], 1), case
         assert launch["shared"] <= SHARED_BYTES[target.arch], case
         if case["case"] in compiled:  # a cubin that another launch has had is listed once
             assert compiled[case["case"]]["kernel"] == launch["kernel"]

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import routed_rounds
 from fusedcomm.plan.builder import Builder, layout_of
-from fusedcomm.plan.routing import counts_of, pack, packed_shape
+from fusedcomm.plan.routing import Routing, counts_of, overflow, pack, sizes_of, totals
+from fusedcomm.run.routed_rows import ByKernels
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.schedule.programs import GPU
 from tests.helpers.schedule.random_orders import Gpus
@@ -27,11 +28,10 @@ NUM_CALLS = 2
 
 
 def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
-    """A dispatch and a combine; its rows and sums."""
-    case, rank, size = problem.case, workspace.rank, problem.size
+    """A dispatch and a combine; rows, sums, offsets and the routing."""
+    case, rank = problem.case, workspace.rank
     x, scores = problem.xs[rank].flatten(0, 1).to(case.dtype), problem.scores[rank].float().flatten(0, 1)
     ids = problem.ids[rank].flatten()
-    packed = ids.new_zeros(packed_shape(ids.numel(), problem.num_experts, size))
 
     def call(program: Any, *tensors: Tensor | None, **facts: Any) -> list[Tensor]:
         device = GPU._replace(architecture=0, num_sms=2)
@@ -40,19 +40,15 @@ def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
         assert schedule.can_be_captured
         return gpus.call(workspace, schedule, tensors)
 
-    def plan() -> None:
-        packed.copy_(pack(ids, case.k, counts, rank, problem.capacity, case.alignment))
-
-    (counts,) = call(routed_rounds.tell_counts, counts_of(ids, problem.num_experts))
-    gpus.enqueue(workspace, "plan", plan)
-    (rows,) = call(routed_rounds.send, x, None, packed, k=case.k, capacity=problem.capacity)
+    sizes = {"k": case.k, "capacity": problem.capacity, "alignment": case.alignment}
+    rows, offsets, packed = call(routed_rounds.dispatch, x, ids, num_experts=problem.num_experts, **sizes)
     facts = {"num_tokens": len(x), "k": case.k, "return_received": True}
     y, received = call(routed_rounds.combine, rows, scores, packed, **facts)
-    kept = [torch.full_like(t, float("nan")) for t in (rows, y)]
-    for to, source in zip(kept, (rows, y), strict=True):
+    kept = [torch.empty_like(t) for t in (rows, y, offsets, packed)]
+    for to, source in zip(kept, (rows, y, offsets, packed), strict=True):
         gpus.enqueue(workspace, "keep", partial(to.copy_, source))
-    for t in (rows, y, received):  # nobody reads them any more
-        gpus.enqueue(workspace, "spoil", partial(t.fill_, float("nan")))
+    for t in (rows, y, received, offsets, packed):  # nobody reads them any more
+        gpus.enqueue(workspace, "spoil", partial(t.fill_, -1))
     return kept
 
 
@@ -79,8 +75,31 @@ def test_rows_and_sums_are_right_in_a_random_order(
     gpus.run_all(seed=size)
     for rank, of_calls in zip(ranks, found, strict=True):
         rank.check("moe")
-        for problem, (rows, y) in zip(problems, of_calls, strict=True):
-            torch.testing.assert_close(rows.double(), problem.rows(rank.rank)[0], rtol=0, atol=0)
+        for problem, (rows, y, offsets, packed) in zip(problems, of_calls, strict=True):
+            want_rows, ends = problem.rows(rank.rank)
+            torch.testing.assert_close(rows.double(), want_rows, rtol=0, atol=0)
+            assert offsets.tolist() == ends
+            assert totals(packed).tolist() == problem.counts and overflow(packed).item() == problem.overflow
             want = problem.ys(problem.xs, problem.scores, None)[rank.rank].flatten(0, 1)
             torch.testing.assert_close(y.double(), want, rtol=0, atol=0)
         assert int(rank._epoch_word()) == rank.epoch == 3 * NUM_CALLS
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "capacity", "alignment"), [(70, 300, 1), (70, 290, 4), (3, 700, 1), (1, 5, 8), (130, 0, 1)]
+)
+def test_a_routing_by_kernels_is_that_of_the_host(num_experts: int, capacity: int, alignment: int) -> None:
+    """Several blocks of choices and of experts; experts outside of all ranks' are none."""
+    (rank,), generator = VirtualGroup(1, 1 << 15, "cpu").workspaces, torch.Generator().manual_seed(capacity)
+    ids = (torch.randn(300, 2, generator=generator) * num_experts / 3).long().clamp(-1, num_experts - 1).flatten()
+    way = ByKernels(rank, "moe", 1)
+    rows, offsets, packed = way.dispatch(torch.empty(300, 0), ids, num_experts, 2, capacity, alignment)
+    want = pack(ids, 2, counts_of(ids, num_experts)[None], 0, capacity, alignment)
+    got, must = (Routing(each, 0, 1, 600) for each in (packed, want))
+    for name in ("overflow", "ends", "counts", "kept", "first", "filled", "places"):
+        assert torch.equal(getattr(got, name), getattr(must, name)), name
+    assert sizes_of(packed) == [600, 2, capacity] and torch.equal(totals(packed), totals(want))
+    assert torch.equal(offsets, must.ends) and rows.shape == (capacity, 0)
+    wild = torch.where(ids == 0, num_experts, ids)
+    _, _, other = way.dispatch(torch.empty(300, 0), wild, num_experts, 2, capacity, alignment)
+    assert (Routing(other, 0, 1, 600).places[ids == 0] == -1).all()
