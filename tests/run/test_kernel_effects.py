@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ pytest.importorskip("triton")
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.plan.geometry import exchange
 from fusedcomm.plan.schedule import Launch
+from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.norm_cases import NormCase
 from tests.helpers.schedule.kernel_effects import EFFECTS, Group, KernelCall
-from tests.helpers.schedule.random_orders import Queued
+from tests.helpers.schedule.random_orders import Gpus, Queued
+from tests.kernels.test_token_rows import program
+from tests.ops.test_moe import Case
 from tests.run.test_chunked_orders import ROWS, SUM, Run, cut_in
 
 GROUP = Group("group", (0, 1))
@@ -59,10 +63,26 @@ def check(problem: Any, algorithm: str) -> set[str]:
     return {each.name for each in launches}
 
 
+def check_rows() -> set[str]:
+    """Each rank sends each rank two tokens, its part of the slot."""
+    tokens, ids = [torch.ones(2, 1, 6) for _ in GROUP.ranks], [torch.arange(2).repeat(2) for _ in GROUP.ranks]
+    scores = [torch.ones(2, 1, 2) for _ in GROUP.ranks]
+    problem: Any = SimpleNamespace(case=Case(k=2), xs=tokens, ids=ids, scores=scores, num_experts=2, capacity=4)
+    gpus = Gpus()
+    for workspace in VirtualGroup(2, 4 * 6 * 4, "cpu").workspaces:
+        workspace.segment[workspace.layout.header_bytes :] = 0xFF
+        program(gpus, workspace, problem)
+    launches = [each for each in gpus.queued if isinstance(each.work, Launch)]
+    for each in launches:
+        each.run = partial(compared, each, each.run)
+    gpus.run_all(0)
+    return {each.name for each in launches}
+
+
 def test_kernels_store_and_signal_what_is_said() -> None:
     norms = [NormCase("matmul_all_reduce_norm", (4, 7), splits=each) for each in ("one_shot", "two_shot")]
     seen = [check(each, "fused") for each in (SUM, ROWS, *norms)]
-    assert set().union(*seen, check(ROWS, "chunked")) == set(EFFECTS)
+    assert set().union(*seen, check(ROWS, "chunked"), check_rows()) == set(EFFECTS)
 
 
 def test_an_effect_that_is_not_said_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

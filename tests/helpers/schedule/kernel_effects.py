@@ -234,6 +234,48 @@ def finish(launch: KernelCall) -> Iterator[Step]:
         yield launch.end_round()
 
 
+def send_rows(launch: KernelCall) -> Iterator[Step]:
+    """As if each rank's rows were a part of a slot: which they are is in the routing."""
+    numel, itemsize = launch.args["capacity"] * launch.args["N"] // launch.group_size, launch.itemsize("x_ptr")
+    tensors = [each for name in ("x_ptr", "scores_ptr", "places_ptr") for each in launch.tensor(name)]
+    yield Step(reads=[launch.word(EPOCH), *tensors])
+    for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
+        step = Step(work=launch.store(Work(), dst_rank, numel * itemsize))
+        step.writes = [launch.part(dst_rank, launch.rank, numel, itemsize), launch.counter(dst_rank)]
+        yield launch.signal(step, dst_rank)
+
+
+def take_rows(launch: KernelCall) -> Iterator[Step]:
+    yield from launch.wait_all()
+    yield Step(reads=[_rows_of(launch, launch.rank, "rows_ptr")], writes=launch.tensor("rows_ptr"))
+    yield launch.end_round()
+
+
+def show_rows(launch: KernelCall) -> Iterator[Step]:
+    slot = _rows_of(launch, launch.rank, "rows_ptr")
+    yield Step(reads=[launch.word(EPOCH), *launch.tensor("rows_ptr")], writes=[slot])
+    for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
+        yield launch.signal(Step(writes=[launch.counter(dst_rank)]), dst_rank)
+
+
+def add_rows(launch: KernelCall) -> Iterator[Step]:
+    yield from launch.wait_all()
+    slots = [_rows_of(launch, owner, "y_ptr") for owner in range(launch.group_size)]
+    reads = [*slots, *launch.tensor("scores_ptr"), *launch.tensor("places_ptr")]
+    yield Step(reads=reads, writes=[*launch.tensor("y_ptr"), *launch.tensor("received_ptr")])
+    yield launch.end_round()
+
+
+def _rows_of(launch: KernelCall, owner: int, tensor: str) -> Region:
+    return launch.part(owner, 0, launch.args["capacity"] * launch.args["N"], launch.itemsize(tensor))
+
+
+def local(launch: KernelCall) -> Iterator[Step]:
+    """All tensors are read and written."""
+    tensors = [each for name in launch.args if name.endswith("_ptr") for each in launch.tensor(name)]
+    yield Step(reads=tensors, writes=tensors)
+
+
 EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "push_matmul_kernel": push,
     "pack_kernel": pack,
@@ -246,6 +288,11 @@ EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "signal_kernel": signal,
     "wait_source_kernel": wait_source,
     "finish_kernel": finish,
+    "send_rows_kernel": send_rows,
+    "take_rows_kernel": take_rows,
+    "show_rows_kernel": show_rows,
+    "add_rows_kernel": add_rows,
+    **{f"{each}_kernel": local for each in ("count", "scan", "plan", "place")},
 }
 
 
