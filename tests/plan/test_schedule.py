@@ -24,7 +24,18 @@ from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
-from tests.helpers.schedule.programs import BF16, CPU, CPU_WITH_HEAP, GPU, Calls, Program, World, calls, on_two_streams
+from tests.helpers.schedule.programs import (
+    BF16,
+    CPU,
+    CPU_WITH_HEAP,
+    GPU,
+    Calls,
+    Program,
+    World,
+    calls,
+    of_tokens,
+    on_two_streams,
+)
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 
@@ -98,6 +109,16 @@ def test_sums_in_float32_do_not_race(way: str) -> None:
     """There a gather of K adds up sources as they come."""
     gather = Problem("k", (256, 64), 128, 1, op="all_gather_matmul")
     assert not found(world_of(way, 3), calls([gather], torch.float32))
+
+
+def test_rows_in_slots_of_other_ranks_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank writes its own slot again only when all have read it. With a single slot there is a race."""
+    world = world_of("fused", 3)
+    order = HappensBefore(world.enqueue(of_tokens))
+    assert not races(order) and not blocked_waits(order)
+    monkeypatch.setattr(segment, "NUM_SLOTS", 1)
+    texts = found(world, of_tokens)
+    assert any("race" in text and "segment" in text and "add_rows" in text for text in texts)
 
 
 # controls: a step less, or at another place, in every rank's schedule or in that of rank 0

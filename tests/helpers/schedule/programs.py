@@ -14,10 +14,11 @@ from torch import Tensor
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan import chunked, fused, pipelined
-from fusedcomm.plan.builder import Device, Memory, build, layout_of
+from fusedcomm.plan import chunked, fused, pipelined, routed_rounds
+from fusedcomm.plan.builder import Builder, Device, Memory, build, layout_of
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.padded_rows import padded
+from fusedcomm.plan.routing import packed_shape
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run.calls import program_of
 from tests.helpers.plain_cases import Case
@@ -208,6 +209,30 @@ def calls(problems: Sequence[Problem | Uneven | Case], dtype: torch.dtype = BF16
                     call(each, group, dtype=dtype, by_product=by_product)
 
     return program
+
+
+def of_tokens(call: Calls) -> None:
+    """Dispatches and combines of rows, which read slots of other ranks, and a call of another kind behind them."""
+    (group, *_), k, capacity = call.groups, 2, 64 * call.world.group_size
+    memory, num_experts = call.walk.memories[group.name], 2 * call.world.group_size
+    x, rows = (torch.empty(num, 64, dtype=BF16, device="meta") for num in (128, capacity))
+    ids, scores = (torch.empty(128 * k, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
+    packed = torch.empty(packed_shape(128 * k, num_experts, call.world.group_size), dtype=torch.int64, device="meta")
+    sizes = {"num_experts": num_experts, "capacity": capacity, "alignment": 8}
+
+    def schedule_of(program: Any, *tensors: Tensor, **facts: Any) -> Schedule:
+        s = Builder(memory, call.world.device, _layouts(*tensors))
+        return call.world.changed(memory.rank, s.finish(*program(s, *s.inputs, k=k, **facts)))
+
+    found = [
+        schedule_of(routed_rounds.dispatch, x, ids, **sizes),
+        schedule_of(routed_rounds.combine, rows, scores, packed, num_tokens=128, return_received=True),
+        schedule_of(routed_rounds.send, x, scores, packed, capacity=capacity),
+    ]
+    for each in (*found, found[1], *found):
+        call.walk.call(each, group)
+    call(Problem("rows", (256, 128), 256, scatter_dim=0, op="matmul_reduce_scatter", bias=True), group)
+    call.walk.call(found[1], group)
 
 
 def on_two_streams(problems: Sequence[Problem | Case]) -> Program:
