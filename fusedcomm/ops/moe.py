@@ -29,7 +29,7 @@ def moe_dispatch(
     Args:
         x: [..., H]; float32, float16, bfloat16 or float64. The number of tokens may differ between ranks, and be 0.
         expert_ids: [..., k], int32 or int64, the experts of each token; -1 for a choice without one. A token may name
-            an expert twice.
+            an expert twice. A GPU takes others for -1, but with ``FUSEDCOMM_CHECK=1``.
         num_experts: E, a multiple of R.
         capacity: rows that each rank receives at most. None: R * max_tokens * min(k, E / R), and room to align, which
             holds all rows if no token names an expert twice.

@@ -155,6 +155,8 @@ def _dispatch(
             routing = Routing(packed, rank, size, ids.numel())
         else:
             ids = ids.to(torch.int64)
+            if x.is_cuda:  # nobody has looked at them
+                ids = ids.masked_fill((ids < 0) | (ids >= num_experts), -1)
             counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
             packed = pack(ids, k, counts, rank, capacity, alignment)
             routing = Routing(packed, rank, size, ids.numel())
