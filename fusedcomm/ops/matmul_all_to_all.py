@@ -91,7 +91,7 @@ def matmul_all_to_all(
     )
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
-    divisible = splits.divides(group_size, splits.shape_of_product(x, w, shape), scatter_dim)
+    divisible = splits.divides_product(group_size, x, w, scatter_dim, shape)
     parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
     dims = (gather_dim, scatter_dim)
     return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, *dims, *parts, group_size, group_name)

@@ -94,7 +94,7 @@ def matmul_reduce_scatter(
     )
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
-    divisible = splits.divides(group_size, splits.shape_of_product(x, w), scatter_dim)
+    divisible = splits.divides_product(group_size, x, w, scatter_dim)
     parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
     where = (scatter_dim, *parts, group_size, group_name)
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, CALL, partial_bias)

@@ -137,7 +137,7 @@ def matmul_reduce_scatter_norm(
     where = {"scatter_dim": scatter_dim, "splits": (None, None, scatter_splits, None)}
     _check(x, w, bias, *given, out, residual_out, op=op, group=group, **where)
     group_size, group_name = resolve(group)
-    divisible = splits.divides(group_size, splits.shape_of_product(x, w), scatter_dim)
+    divisible = splits.divides_product(group_size, x, w, scatter_dim)
     parts = splits.splits_of(None, None, scatter_splits, None, divisible, group_name).to_scatter
     args = (x, w, bias, *given, scatter_dim, *parts, group_size, group_name)
     return _call(op, args, residual, out, residual_out)

@@ -45,6 +45,10 @@ def _register(spec: OpSpec) -> None:
     for name in names:
         for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
             lib.impl(name, partial(refuse_transforms, spec.name), key)
+    if native is not None:
+        packet = getattr(torch.ops.fusedcomm, spec.name)
+        for each in (packet, packet.default):
+            each._op = native.direct_call(f"fusedcomm::{spec.name}", each._op)
 
 
 def _define_out(spec: OpSpec) -> None:

@@ -122,7 +122,7 @@ def scaled_matmul_all_to_all(
     )
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
-    divisible = splits.divides(group_size, splits.shape_of_product(x, w, shape), scatter_dim)
+    divisible = splits.divides_product(group_size, x, w, scatter_dim, shape)
     parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
     scales, dims = (scale_x, scale_w, out_dtype, use_fast_accum), (gather_dim, scatter_dim)
     op = torch.ops.fusedcomm.scaled_matmul_all_to_all
@@ -306,7 +306,7 @@ def scaled_matmul_reduce_scatter(
         scaled=(scale_x, scale_w, out_dtype),
     )
     group_size, group_name = resolve(group)
-    divisible = splits.divides(group_size, splits.shape_of_product(x, w), scatter_dim)
+    divisible = splits.divides_product(group_size, x, w, scatter_dim)
     parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
     where = (reduce_op_name(reduce_op), scatter_dim, *parts, group_size, group_name, CALL, partial_bias)
     op = torch.ops.fusedcomm.scaled_matmul_reduce_scatter

@@ -39,14 +39,22 @@ def splits_of(
     return Splits(sizes, gather_size, starts, lengths, rank_of(group_name))
 
 
-def shape_of_product(x: Tensor, w: Tensor, out_shape: Sizes | None = None) -> Sizes:
-    """Shape of ``x @ w``, viewed as out_shape says. A slice of a plain tuple takes a third of one of a torch.Size."""
-    return (*tuple(x.shape)[:-1], *(out_shape or tuple(w.shape)[-1:]))
-
-
 def divides(group_size: int, shape: Sizes, dim: int) -> bool:
     """Whether R divides a size, if there is such a dim."""
     return not -len(shape) <= dim < len(shape) or shape[dim] % group_size == 0
+
+
+def divides_product(group_size: int, x: Tensor, w: Tensor, dim: int, out_shape: Sizes | None = None) -> bool:
+    """The same of ``x @ w``, viewed as out_shape says. No slice is made: those of a torch.Size take long."""
+    rows = x.shape
+    columns = out_shape or w.shape or rows  # the last for a w without dims, which is refused later
+    num_columns = len(out_shape) if out_shape else 1
+    num_dims = len(rows) - 1 + num_columns
+    if not -num_dims <= dim < num_dims:
+        return True
+    if dim >= 0:
+        dim -= num_dims
+    return (columns[dim] if dim >= -num_columns else rows[dim - 1 + num_columns]) % group_size == 0
 
 
 def replica_ranges(size: int, group_size: int, replicas: int) -> list[tuple[int, int]]:

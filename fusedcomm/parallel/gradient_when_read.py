@@ -82,8 +82,10 @@ def _summed(x: Tensor, weight: Tensor | None, ctx: Any) -> Tensor:
     if ctx.gather_dim is None:
         op = getattr(torch.ops.fusedcomm, f"{prefix}all_reduce")
         return op(*factors, "sum", group_size, group_name, GRAPH)  # type: ignore[no-any-return]
-    shape = x.shape if weight is None else splits.shape_of_product(x, weight)
-    divisible = splits.divides(group_size, shape, ctx.gather_dim)
+    if weight is None:
+        divisible = splits.divides(group_size, x.shape, ctx.gather_dim)
+    else:
+        divisible = splits.divides_product(group_size, x, weight, ctx.gather_dim)
     parts = splits.splits_of(None, None, None, None, divisible, group_name).to_scatter
     op = getattr(torch.ops.fusedcomm, f"{prefix}reduce_scatter")
     return op(*factors, "sum", ctx.gather_dim, *parts, group_size, group_name, GRAPH)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ namespace fusedcomm {
 void register_symmetric_memory();            // symmetric_memory.cpp
 void bind_results_heap(py::module_ module);  // results_heap.cpp
 void bind_op_kernels(py::module_& module);   // op_kernels.cpp
+void bind_direct_calls(py::module_& module);  // direct_calls.cpp
 
 namespace {
 
@@ -89,4 +90,5 @@ PYBIND11_MODULE(native, m) {
 
   bind_results_heap(m);
   bind_op_kernels(m);
+  bind_direct_calls(m);
 }
