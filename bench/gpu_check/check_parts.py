@@ -28,7 +28,7 @@ HALVES = {
         *(_part(f"problems R={size}", "problems", 120, 30, str(size)) for size in (2, 4, 8)),
         _part("graphs", "virtual_ranks", 30, 20, "graphs"),
         _part("time-outs", "virtual_ranks", 40, 20, "time-outs"),
-        _part("moe", "moe_calls", 60, 30, "values"),
+        _part("moe", "moe_calls", 90, 50, "values"),
         _part("commands", "commands", 70, 60),
         _part("4 processes", "processes", 120, 60, "4"),
     ],

@@ -19,10 +19,12 @@ from fusedcomm.bench.gpu_check.device_clock import interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
 from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops import routed_proof
 from fusedcomm.plan.routing import Routing, packed_shape
 from fusedcomm.run.routed_rows import ByKernels
 from fusedcomm.testing.virtual import VirtualGroup
 
+META = torch.device("meta")
 OP, TIMES, BOUND_S = "moe_dispatch", 3, 1.0
 Inputs = tuple[Tensor, Tensor, Tensor]  # x [T, N], expert_ids [T * k], scores [T, k] of a rank
 
@@ -282,7 +284,24 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
 def jobs(half: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """The launches of a part, on tensors without memory."""
     for moe in right(True) if half == "right" else [LARGE]:
-        yield f"moe {moe}", partial(moe.group, torch.device("meta"))
+        yield f"moe {moe}", partial(moe.group, META)
+    if half == "right":
+        yield "moe backward", partial(_backward, right(True)[0])
+        yield from ((f"moe proof {sizes}", partial(_proof, sizes)) for sizes in routed_proof.SIZES)
+
+
+def _backward(moe: Moe) -> None:
+    workspace, inputs = moe.group(META).workspaces[0], moe.inputs(META, 0)[0]
+    rows, packed = moe.dispatch(workspace, inputs)
+    routing, way = Routing(packed, 0, moe.group_size, inputs[1].numel()), ByKernels(workspace, OP, FINGERPRINT)
+    way.send(inputs[0], inputs[2].flatten(), moe.k, routing, moe.capacity)
+    for scores in (inputs[2], None):
+        way.combine(rows, None, scores, routing, moe.k, scores is not None)
+
+
+def _proof(sizes: routed_proof.Sizes) -> None:
+    num_bytes = sizes.capacity * sizes.columns * 4
+    routed_proof.problem(sizes, VirtualGroup(2, num_bytes, META).workspaces[0], torch.bfloat16)
 
 
 def cases(device: torch.device, part: str) -> child.Cases:

@@ -49,10 +49,10 @@ def failure(op: str, dtype: torch.dtype, ours: Member) -> str:
 
 def _pairs(own: Member, dtype: torch.dtype) -> proof.Pairs:
     with proof.bounded(own, KIND) as workspace:
-        return [pair for sizes in SIZES for pair in _problem(sizes, workspace, dtype)]
+        return [pair for sizes in SIZES for pair in problem(sizes, workspace, dtype)]
 
 
-def _problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pairs:
+def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pairs:
     """Results of the kernels, and of the same routing on the host."""
     tokens, columns, experts, k, capacity, alignment = sizes
     size, rank, device = workspace.group_size, workspace.rank, workspace.device
