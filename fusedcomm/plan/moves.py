@@ -243,13 +243,14 @@ class Moves:
             s.join(self.reads, MAIN)
         with s.on(self.reads), s.lane("copy"):
             if packed is not None:
-                launches.wait_all(s)
+                if spans.by_peer:
+                    launches.wait_all(s)
                 copy_between(s, _in_result(spans, rank, out), packed)
             is_there = packed is not None or own_place(spans, rank, out) is not None
             if spans.by_peer:
                 self._unpack_parts(spans, out, self.sources[is_there:], waits=packed is None)
             else:
-                launches.unpack(s, out, spans, own=not is_there, beside=beside, arrived=packed is not None)
+                launches.unpack(s, out, spans, own=not is_there, beside=beside)
         self._end_round()
 
     def _unpack_parts(self, spans: RoundSpans, out: Tensor, sources: Sequence[int], waits: bool) -> None:
