@@ -13,7 +13,7 @@ def _experts(ids_ptr, num_choices, num_experts, BLOCK: tl.constexpr):
     """(choices, the expert of each) of this program's block; -1 where there is none."""
     i = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     experts = tl.load(ids_ptr + i, i < num_choices, other=-1)
-    return i, tl.where(experts < num_experts, experts, -1).to(tl.int32)
+    return i, tl.where((experts >= 0) & (experts < num_experts), experts, -1).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_experts"])
