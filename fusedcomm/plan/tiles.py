@@ -85,7 +85,7 @@ _FLOAT8: dict[int, tuple[Rated, ...]] = {
 }
 _FAST_FLOAT8 = {  # sums have the tensor cores' bits
     90: (
-        Rated(TileConfig(128, 256, 128, 8, 8, 4, halves=True), 586, 2450),
+        Rated(TileConfig(128, 256, 128, 8, 8, 3, halves=True), 586, 2450),
         Rated(TileConfig(128, 128, 128, 8, 8, 4, halves=True), 333, 1450),
         Rated(TileConfig(64, 128, 128, 8, 4, 4), 272, 570),
         Rated(TileConfig(64, 64, 128, 8, 4, 4), 255, 300),

@@ -92,7 +92,7 @@ def rounds(workspace: Callable[[], Any]) -> Iterator[tuple[str, Callable[[], Non
     yield "push float8 tensor 128 rows", of("tensor", 128, 4096, 1024).push
     yield "push float8 odd", of("rows", 4096, 4101, 8196).push
     yield "push float8 fast", of("rows", 16384, 4096, 8192, fast=True).push
-    yield "gather float8 fast", of("rows", 4096, 4096, 8192, fast=True).gather
+    yield "gather float8 fast wide", of("rows", 4096, 4096, 8192, fast=True, **wide).gather
     yield "gather float8", of("rows", 4096, 4096, 8192, w=torch.float8_e5m2).gather
     yield "gather float8 blocks wide", of("blocks", 4096, 4096, 8192, **wide).gather
     yield "gather float8 blocks 128 rows", of("blocks", 128, 4096, 1024).gather
