@@ -33,8 +33,10 @@ from tests.helpers.schedule.programs import (
     Program,
     World,
     calls,
+    memory_of,
     of_tokens,
     on_two_streams,
+    schedule,
 )
 from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
@@ -177,6 +179,15 @@ def test_every_event_is_needed(problem: Problem | Case, way: str) -> None:
         order = order_without(place)
         needed = races(order) or clocks(order) == whole or is_needed_elsewhere(schedule, place, 0)
         assert needed, f"step {place}: {schedule.steps[place]}"
+
+
+@pytest.mark.parametrize("problem", LARGE, ids=str)
+def test_streams_wait_twice_in_one_round_of_two_ranks(problem: Problem) -> None:
+    """SENDS for the first chunk, and MAIN for all sends. With two rounds READS is a third stream."""
+    counts = schedule(problem, memory_of(0, 2, 1 << 26), GPU, "chunked").counts()
+    assert counts["EndRound"] == 1 and counts["Await"] == counts["Record"] == 2
+    two = schedule(problem, memory_of(0, 2, 1 << 19), GPU, "chunked")
+    assert two.counts()["EndRound"] > 1 and Stream.READS in {step.stream for step in two.steps}
 
 
 @pytest.mark.parametrize("way", ["chunked", "chunked, on CPUs", "chunked, on CPUs in place"])
