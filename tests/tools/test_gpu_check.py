@@ -157,9 +157,9 @@ def test_the_committed_result_fills_every_row_of_speeds_and_finds_what_is_worse(
     assert names[0] == "gpu-h200-2026-11-26.json" and cases["processes/2 ranks chunked"]["ok"]
     lines = speeds.lines(results.found_in(cases))
     missing = {row.name for row in speeds.TABLE} - {line.partition(": ")[0] for line in lines}
-    assert missing == {"scaled push over cuBLAS", "scaled gather over cuBLAS", "moe over a copy"}  # never run on a GPU
+    assert not missing
     push = "kernel speed/push 8192 x 4096 x 4096"
-    recorded = {"gpu": "NVIDIA H200", "run": {"date": "2026-11-27T"}, "cases": {push: cases[push]}}
+    recorded = {"gpu": "NVIDIA H200", "run": {"date": "2026-11-28T"}, "cases": {push: cases[push]}}
     assert results.compared(recorded)[-1].endswith("nothing is worse.")
     slow = {"ok": True, "found": {"ratio": 0.9}}
     failing = {"graphs/matmul_all_reduce": {"ok": False}}
@@ -169,7 +169,7 @@ def test_the_committed_result_fills_every_row_of_speeds_and_finds_what_is_worse(
     ]
     assert results.compared(recorded, tmp_path) == ["No committed result of an NVIDIA H200 to compare with."]
     (tmp_path / results.file_name(recorded)).write_text(results.text({**recorded, "cases": {push: slow}}))
-    assert results.last_cases("NVIDIA H200", tmp_path) == (["gpu-h200-2026-11-27.json"], {push: slow})
+    assert results.last_cases("NVIDIA H200", tmp_path) == (["gpu-h200-2026-11-28.json"], {push: slow})
     assert results.last_cases("NVIDIA H100", tmp_path) == ([], {})
 
 
