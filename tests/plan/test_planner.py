@@ -46,6 +46,7 @@ LARGE = shapes.matmul_all_to_all((16384, 512), (512, 2048), None, 0, 1, 2)  # 32
 WIDE = shapes.matmul_all_to_all((16384, 8192), (8192, 8192), None, 0, 1, 2)  # 128 MiB, usual matmul of 1.4 ms
 UNEVEN = shapes.matmul_all_to_all((16384, 512), (512, 2051), None, 0, 1, 2, Splits(gather_size=32767, rank=0))
 ONE_SHOT = norm.one_shot((1024, 4096), 512, 1e-6, 2)
+DECODED_TAIL = norm.one_shot((4, 2048), 512, 1e-6, 2)
 TWO_SHOT = norm.two_shot((16384, 4096), (4096, 4096), 1e-6, 2)
 HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
@@ -112,6 +113,8 @@ ESTIMATED = "estimated "
         ("all_to_all_matmul", GATHERED_K, BF16, member(), False, "fused", ESTIMATED),
         ("all_gather_matmul", GATHERED_ROWS, BF16, member(), False, "fused", ESTIMATED),
         ("matmul_all_reduce_norm", ONE_SHOT, BF16, member(), True, "fused", ESTIMATED),
+        ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), True, "fused", "CUDA graph: few rows"),
+        ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), False, "unfused", "16 KiB per peer, a decode size"),
         ("matmul_all_reduce_norm", TWO_SHOT, BF16, member(), False, "chunked", ESTIMATED),
         ("all_reduce_norm", TWO_SHOT, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("all_reduce_norm", TWO_SHOT, BF16, member(verdict=ACROSS), False, "unfused", "rank 1 is on another host"),
