@@ -69,6 +69,7 @@ def moe_dispatch(
         _require(value >= 1, name, "at least 1", value)
     _require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
     _require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
+    _require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
     _require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
     ids = expert_ids.flatten(0, -2)
     if max_tokens is not None:
@@ -184,6 +185,8 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
     _check_slots("scores", scores)
     _require(h.ndim == 2, name, "[capacity, H]", h.shape)
     _require(scores.is_floating_point(), "scores", "floating", scores.dtype)
+    for other, each in {"scores": scores, "routing": routing}.items():
+        _require(each.device == h.device, other, f"on {h.device}", each.device)
     _require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
     num_experts = routing.shape[-1]
     if w is not None:

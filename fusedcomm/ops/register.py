@@ -49,6 +49,7 @@ def _register(spec: OpSpec) -> None:
         packet = getattr(torch.ops.fusedcomm, spec.name)
         for each in (packet, packet.default):
             each._op = native.direct_call(f"fusedcomm::{spec.name}", each._op)
+        torch.jit._builtins._register_builtin(packet._op, f"fusedcomm::{spec.name}")  # as torch has its own
 
 
 def _define_out(spec: OpSpec) -> None:

@@ -169,11 +169,24 @@ def _dispatch(
 
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
+    _check_like(x, packed, scores, x.shape[0] * k, size)
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": x.shape[1]}
     slot_bytes, check = capacity * x.shape[1] * x.itemsize, _sizes_are(packed, x.shape[0] * k, k, capacity)
     with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
         return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)
+
+
+def _check_like(t: Tensor, packed: Tensor, scores: Tensor | None, num_slots: int, size: int) -> None:
+    """Shapes and devices alone: values would have to come from the device."""
+    want, got = [*packed_shape(num_slots, packed.shape[-1], size)], [*packed.shape]
+    if got != want or got[1] % size:
+        raise ValueError(f"moe: routing must be of a dispatch of {num_slots} choices, {want}, got {got}")
+    if scores is not None and scores.numel() != num_slots:
+        raise ValueError(f"moe: scores must be of {num_slots} choices, got {[*scores.shape]}")
+    for name, each in {"routing": packed, "scores": scores}.items():
+        if each is not None and each.device != t.device:
+            raise ValueError(f"moe: {name} must be on {t.device}, got {each.device}")
 
 
 def _sizes_are(packed: Tensor, num_slots: int, k: int, capacity: int) -> Callable[[], None]:
@@ -198,6 +211,7 @@ def _combine(
     size: int,
     name: str,
 ) -> tuple[Tensor, Tensor]:
+    _check_like(h, packed, scores, num_tokens * k, size)
     capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": n}
     check = _sizes_are(packed, num_tokens * k, k, capacity)

@@ -238,6 +238,7 @@ class Builder:
         *,
         adds: bool = False,
         scales: Sequence[Tensor] = (),
+        fast: bool = False,
     ) -> None:
         """``out[b, m, n] = x[b, m, k] @ w[b, k, n] + bias[n]``."""
         if out.numel() == 0:
@@ -245,7 +246,7 @@ class Builder:
         if out.shape[0] == 1:
             x, w, out, *scales = (t[0] for t in (x, w, out, *scales))
         places = tuple(map(self.place, scales))
-        self.add(Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds, places))
+        self.add(Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds, places, fast))
 
     def reduce(self, out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
         """``out = sum(parts) * scale + bias``, flat; bias [N] repeats."""

@@ -25,6 +25,7 @@ class PushedMatmul:
     def __init__(self, s: Builder, x: Operand, w: Operand | None, bias: Tensor | None, exchange: Exchange) -> None:
         self.s, self.dtype = s, x.dtype
         self.scales: Sequence[Tensor] = ()  # [batches, rows, blocks of K], [batches, blocks of K, columns]
+        self.fast = isinstance(w, Scaled) and w.fast
         if isinstance(x, Scaled) and isinstance(w, Scaled):
             self.scales = by_row(s, x.scale, exchange), by_column(s, w, exchange)
             x, w = x.values, w.values
@@ -44,7 +45,7 @@ class PushedMatmul:
         if exchange.multiplies_once or overlaps:  # one per chunk would multiply shared columns again
             self.y = s.temporary((exchange.num_batches, exchange.num_rows, w.shape[-1]), self.dtype)
             with s.lane("matmul"):
-                s.multiply(self.x, self.w, bias, self.y, scales=self.scales)
+                s.multiply(self.x, self.w, bias, self.y, scales=self.scales, fast=self.fast)
         elif scattered is not None:
             self.shared = [ranks for ranks in scattered.receivers.values() if len(ranks) > 1]
 
@@ -98,6 +99,7 @@ class PushedMatmul:
                 dims.view(batches.view(scale, 0, dst_rank), dim, dst_rank)
                 for scale, dims, dim in zip(self.scales, (rows, columns), (2, 3), strict=bool(self.scales))
             ],
+            self.fast,
         )
 
 
@@ -226,7 +228,15 @@ def _split(span: Span) -> tuple[int, int]:
     return span.outer, span.inner
 
 
-def _matmul(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, scales: Sequence[Tensor] = ()) -> None:
+def _matmul(
+    s: Builder,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    scales: Sequence[Tensor] = (),
+    fast: bool = False,
+) -> None:
     """out [bo, bi, ro, ri, co, ci] = x [bo, bi, ro, ri, K] @ w [bo, bi, K, co, ci] + bias [co, ci]. Scales have the
     dims of x and w.
     """
@@ -255,6 +265,6 @@ def _matmul(s: Builder, x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, 
             for c in range(shape[4]):
                 added = None if bias is None else bias[c]
                 of_part = (scales[0][b, :, r], scales[1][b, :, :, c]) if scales else ()
-                s.multiply(x[b, :, r], w[b, :, :, c], added, dense[b, :, r, :, c], scales=of_part)
+                s.multiply(x[b, :, r], w[b, :, :, c], added, dense[b, :, r, :, c], scales=of_part, fast=fast)
     if not s.is_at(dense, out):
         s.copy(out, dense.view(out.shape))

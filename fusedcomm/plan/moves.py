@@ -129,7 +129,7 @@ class Moves:
                 if spans.by_peer and self.ended:  # _unpack_parts of the round before may write all of out
                     s.after(MAIN, self.ended[-1])
                 self._multiply(matmul, spans, dst_rank, part if own is None else own)
-                if self.reads == READS:
+                if self.reads == READS:  # else MAIN reads it, behind the matmul
                     s.join(SENDS, MAIN)
             elif packed is not None:
                 with s.on(SENDS), s.lane("push", dst_rank):

@@ -92,7 +92,7 @@ class GatheredPayload(GatheredMatmul):
     """Multiplies arrived rows of values and scales."""
 
     def __init__(self, s: Builder, out: Tensor, w: OfPayload, bias: Tensor | None, exchange: Exchange) -> None:
-        self.s, self.payload = s, w.payload
+        self.s, self.payload, self.fast = s, w.payload, w.fast
         self.out = out.view(exchange.num_batches, exchange.num_rows, w.shape[-1])
         self.w = s.reshape(w.values, exchange.num_batches, *w.shape[-2:])
         self.row_numel = w.shape[-2] if w.payload is None else w.payload.row_bytes
@@ -141,7 +141,7 @@ class GatheredPayload(GatheredMatmul):
         s, bias = self.s, None if self.bias is None else self.bias[0]
         if self.payload is None:
             assert scale_x is not None
-            s.multiply(rows, w, bias, out, scales=[scale_x, scale_w])
+            s.multiply(rows, w, bias, out, scales=[scale_x, scale_w], fast=self.fast)
             return
         block = self.payload.block
         several = len(self.payload.ks) > 1
@@ -151,6 +151,6 @@ class GatheredPayload(GatheredMatmul):
                 k = values.shape[-1]
                 of_k = scale_w.narrow(1, before // block, scales.shape[-1]) if block else scale_w
                 part, added = w.narrow(1, before, k), bias if before == 0 else None
-                s.multiply(values, part, added, total, adds=before > 0, scales=[scales, of_k])
+                s.multiply(values, part, added, total, adds=before > 0, scales=[scales, of_k], fast=self.fast)
             if total is not out:
                 s.copy(out, total)

@@ -60,7 +60,7 @@ class Test(IntEnum):
 @dataclass(frozen=True)
 class Multiply:
     """``out = x @ w + bias``, or ``out += x @ w``: 2-D, or 3-D with batches. One rounding from float32. ``scales``: of
-    float8 x and w.
+    float8 x and w, whose sums may be ``fast``.
     """
 
     out: Place
@@ -69,6 +69,7 @@ class Multiply:
     bias: Place | None = None
     adds: bool = False
     scales: tuple[Place, ...] = ()
+    fast: bool = False
 
 
 @dataclass(frozen=True)

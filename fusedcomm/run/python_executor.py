@@ -110,7 +110,8 @@ class Execution:
                 x, w, out = self.tensor(work.x), self.tensor(work.w), self.tensor(work.out)
                 if work.scales:
                     scale_x, scale_w = map(self.tensor, work.scales)
-                    scaled_matmul(out, x, w, scale_x, scale_w, self._optional(work.bias), adds=work.adds)
+                    bias = self._optional(work.bias)
+                    scaled_matmul(out, x, w, scale_x, scale_w, bias, adds=work.adds, fast=work.fast)
                 else:
                     multiply(x, w, self._optional(work.bias), out, adds=work.adds)
             case Copy():

@@ -43,15 +43,15 @@ class Alone:
         slots = torch.arange(len(routing.places), device=x.device)
         sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
         rows = x.new_zeros(capacity + 1, x.shape[1])  # the last is for slots without a place
-        places = routing.places.masked_fill(routing.places < 0, capacity)
+        places = routing.places.masked_fill(routing.places < 0, capacity).clamp(max=capacity)
         return rows.index_copy_(0, places, sent)[:capacity]
 
     def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
         rows = h if w is None else grouped_matmul(h, w, routing.ends)
         if len(rows) == 0:
             return rows.new_zeros(len(routing.places), rows.shape[1])
-        found = rows.index_select(0, routing.places.clamp(min=0))
-        return found.masked_fill_((routing.places < 0)[:, None], 0)
+        found = rows.index_select(0, routing.places.clamp(0, len(rows) - 1))
+        return found.masked_fill_(((routing.places < 0) | (routing.places >= len(rows)))[:, None], 0)
 
 
 class ByCollective:

@@ -32,7 +32,11 @@ class DirectCall {
     std::vector<c10::IValue> stack;
     stack.reserve(types_.size());
     bool plain = kwargs.empty() && args.size() <= types_.size() && !at::impl::torch_function_mode_enabled();
-    for (size_t i = 0; plain && i < args.size(); ++i) plain = push(types_[i], PyTuple_GET_ITEM(args.ptr(), i), stack);
+    try {
+      for (size_t i = 0; plain && i < args.size(); ++i) plain = push(types_[i], PyTuple_GET_ITEM(args.ptr(), i), stack);
+    } catch (const py::cast_error&) {  // a number beyond 64 bits, or a text that is no UTF-8: torch names it
+      plain = false;
+    }
     for (size_t i = args.size(); plain && i < types_.size(); ++i) {
       plain = types_[i].default_value.has_value();
       if (plain) stack.push_back(*types_[i].default_value);
@@ -108,7 +112,8 @@ class DirectCall {
 void bind_direct_calls(py::module_& m) {
   m.def("direct_call", [](const std::string& op, py::object others) {
     auto call = std::make_shared<DirectCall>(op, std::move(others));
-    return py::cpp_function([call](const py::args& args, const py::kwargs& kwargs) { return (*call)(args, kwargs); });
+    auto called = [call](const py::args& args, const py::kwargs& kwargs) { return (*call)(args, kwargs); };
+    return py::cpp_function(called, py::name(op.c_str()));
   });
 }
 

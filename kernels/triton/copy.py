@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Span
-from fusedcomm.kernels.triton.primitives import span_index
+from fusedcomm.kernels.triton.primitives import poison, span_index
 from fusedcomm.kernels.triton.rounds import (
     all_there,
     end_round,
@@ -51,9 +51,7 @@ def _copy(
         in_tensor = tensor + at + runs.to(tl.int64)[:, None] * span.outer_stride + offsets[None, :]
         in_chunk = chunk + first + runs[:, None] * inner + offsets[None, :]
         if POISON:
-            value: tl.constexpr = 0 if tensor.dtype.element_ty.is_int() else float("nan")
-            poison = tl.full((BLOCK_RUNS, BLOCK_INNER), value, tl.float32)
-            tl.store(in_tensor, poison.to(tensor.dtype.element_ty), mask)
+            tl.store(in_tensor, poison(tensor.dtype.element_ty), mask)
         elif TO_CHUNK:
             tl.store(in_chunk, tl.load(in_tensor, mask), mask)
         else:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import flag_value, flags_of, signal
+from fusedcomm.kernels.triton.primitives import flag_value, flags_of, poison, signal
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, wait_all, wait_source
 
 
@@ -71,7 +71,6 @@ def finish_kernel(
     if out_ptr is not None:
         for first in range(0, tl.where(failed, tl.cast(numel, tl.int64), 0), BLOCK):
             offsets = tl.arange(0, BLOCK)
-            nan = tl.full((BLOCK,), float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + first + offsets, nan, offsets < numel - first)
+            tl.store(out_ptr + first + offsets, poison(out_ptr.dtype.element_ty), offsets < numel - first)
     if END_ROUND:
         end_round(round)

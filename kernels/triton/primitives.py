@@ -148,6 +148,18 @@ def block_barrier():
 
 
 @triton.jit
+def poison(DTYPE: tl.constexpr):
+    """What tells a wrong result: NaN, in bytes that of float8 and of float32 scales; 0 of other integers."""
+    if tl.uint8 == DTYPE:
+        value = tl.cast(255, tl.uint8)
+    elif DTYPE.is_int():
+        value = tl.cast(0, DTYPE)
+    else:
+        value = tl.cast(float("nan"), tl.float32).to(DTYPE)
+    return value
+
+
+@triton.jit
 def signal(flag_ptr, value):
     """Release at system scope: an acquire of ``value`` sees all earlier writes of this block.
 

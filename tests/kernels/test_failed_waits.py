@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedcomm.plan import routed_rounds
 from fusedcomm.plan.geometry import norm, payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.scaling import VALUES
 from fusedcomm.testing import launch_now
 from tests.helpers.token_rows import routings, run_kernel
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
@@ -199,3 +200,17 @@ def test_nobody_is_to_blame_for_a_flag_that_comes_with_the_deadline() -> None:
     ranks[0].word(ranks[0].layout.broken, 2)[0] = 1  # as poll_broken leaves it
     assert receive("unpack", ranks[0]).isnan().all()
     assert ranks[0].record.tolist() == record(3, 1, 0, [flag(1), flag(1)], [0, 0])
+
+
+@pytest.mark.parametrize("kernel", ["unpack", "finish"])
+def test_bytes_become_what_is_no_number(kernel: str) -> None:
+    """Rows of float8 and their scales are gathered as bytes."""
+    exchange = payloads.all_gather((1, 16), 0, 2)
+    (spans,), rank = exchange.rounds(16), virtual_ranks(2, 64)[0]
+    rank.word(rank.layout.timeout)[0] = int(1e8)
+    out = torch.zeros(2, 16, dtype=torch.uint8)
+    if kernel == "unpack":
+        launch_now.unpack(out, spans, rank, FINGERPRINT)
+    else:
+        launch_now.finish(out, rank, FINGERPRINT, end_round=True)
+    assert all(out.view(dtype).float().isnan().all() for dtype in (*VALUES, torch.float32))

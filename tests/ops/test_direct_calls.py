@@ -33,6 +33,8 @@ NOT_PLAIN: dict[str, Any] = {  # by name: the arguments
     "an int for a bool": (*PLAIN[:4], 0, *PLAIN[5:]),
     "a large int": (*PLAIN[:3], 1 << 70, *PLAIN[4:]),
     "floats for sizes": (*PLAIN[:5], [2.0, 2.0], *PLAIN[6:]),
+    "large sizes": (*PLAIN[:5], [1 << 70], *PLAIN[6:]),
+    "a name that is no text": (*PLAIN[:-1], "\ud800"),
     "too few": PLAIN[:-1],
     "too many": (*PLAIN, "call", 1),
 }
@@ -83,3 +85,8 @@ def test_torch_ops_call_so() -> None:
         with Hears():
             op(*PLAIN)
     assert len(heard) == 2
+
+
+def test_torchscript_knows_the_op() -> None:
+    name = torch.jit._builtins._find_builtin(torch.ops.fusedcomm.all_reduce._op)
+    assert name == "fusedcomm::all_reduce"

@@ -369,6 +369,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ids of floats": ({"expert_ids": X}, "int32 or int64"),
     "ids of other tokens": ({"expert_ids": IDS[:3]}, r"must be \[\*x.shape"),
     "an expert too many": ({"expert_ids": IDS + 4}, r"in \[-1, 3\], got 4 to 4"),
+    "ids elsewhere": ({"expert_ids": IDS.to("meta")}, "expert_ids must be on cpu, got meta"),
     "no choice": ({"expert_ids": IDS[:, :0]}, "k at least 1"),
     "experts that no rank has": ({"num_experts": 3}, "a multiple of group_size, got 3"),
     "no capacity": ({"capacity": None}, "max_tokens must be an int where"),
@@ -389,6 +390,13 @@ def test_bad_input(rank: int) -> None:
     assert rows.shape == (2 * 5 * 2 + 2 * 3, H)
     with pytest.raises(ValueError, match="routing must be of a dispatch"):
         fusedcomm.moe_combine(rows, routing, torch.ones(9, 2))
+    with pytest.raises(ValueError, match="scores must be on cpu, got meta"):
+        fusedcomm.moe_combine(rows, routing, torch.ones(4, 2, device="meta"))
+    send, where = torch.ops.fusedcomm.moe_send, fusedcomm.memory.group.resolve(None)
+    with pytest.raises(ValueError, match="routing must be of a dispatch of 100 choices"):
+        send(torch.ones(50, H), None, routing, 2, len(rows), *where)
+    with pytest.raises(ValueError, match="scores must be of 8 choices"):
+        send(X, torch.ones(3, 2), routing, 2, len(rows), *where)
     with pytest.raises(ValueError, match="num_experts / group_size"):
         fusedcomm.grouped_matmul_combine(rows, torch.ones(1, H, N), routing, torch.ones(4, 2))
     with pytest.raises(ValueError, match="dtype"):
