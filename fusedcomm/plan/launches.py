@@ -66,7 +66,7 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
         shape = replace(shape, shift=shift)
     numbers = () if w.stride(2) != 1 else spans.columns
     scaled = _scaled(w, x_scale, w_scale, dtype, fast)
-    config = _matmul_config(s, w, shape, "push", describable, _aligned(w, num_k, *numbers), scaled)
+    config = _matmul_config(s, w, shape, "push", describable, _aligned(w, num_k, *numbers), scaled, dtype)
     use_tma = s.device.has_tma and describable and tiles.boxes(config, shape)
     traits = Traits(
         use_tma,
@@ -141,7 +141,7 @@ def gather_matmul(
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
     describable = can_describe_slots(spans, s.group_size, w.itemsize, row_numel) and can_describe_w(s, w, *parts)
     scaled = _scaled(w, x_scale, w_scale, dtype, fast, split_k)
-    config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns), scaled)
+    config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns), scaled, out.dtype)
     use_tma = s.device.has_tma and describable
     if use_tma and not one_run:  # a box is of one run
         config = config._replace(block_k=math.gcd(spans.columns.inner, config.block_k))
@@ -467,6 +467,7 @@ def _matmul_config(
     describable: bool,
     aligned: bool,
     scaled: bundles.Scaled | None,
+    dtype: torch.dtype,
 ) -> tiles.TileConfig:
     device = s.device
     x_lines, w_lines = (tiles.lines(numel * w.itemsize) for numel in (shape.k, row_step(w)))
@@ -478,7 +479,7 @@ def _matmul_config(
         describable and device.has_tma,
         device.allow_tf32,
         aligned,
-        scaled is not None and scaled.fast,
+        scaled is not None and scaled.fast and dtype.itemsize == 2,  # a wide result takes the registers
     )
 
 

@@ -228,22 +228,22 @@ def sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
     """What one round of a call launches, or has a stream write, in order, and on which stream."""
     if case["algorithm"] == "fused":
         return fused_sequence(case)
-    send = [("begin_push", "reads"), *[("write", "sends")] * GROUP_SIZE]
-    wait, unpack, reduce = ("wait_source", "reads"), ("unpack", "reads"), ("reduce", "reads")
+    reads = "main" if rounds_of(case) == 1 else "reads"
+    send = [("begin_push", reads), *[("write", "sends")] * GROUP_SIZE]
+    wait, unpack, reduce = ("wait_source", reads), ("unpack", reads), ("reduce", reads)
     if case.get("is_uneven"):  # torch copies the chunks
-        unpack = ("finish", "reads")
-    wait_all = ("finish", "reads")
+        unpack = ("finish", reads)
     if case["op"] == "matmul_all_to_all":
         return [*send, *[wait] * (GROUP_SIZE - 1), unpack] if case.get("is_uneven") else [*send, unpack]
     if case["op"] == "matmul_reduce_scatter":
         return [*send, reduce]
     if case["op"] == "matmul_all_reduce":
-        return [*send, reduce, *send, wait_all, unpack]
+        return [*send, reduce, *send, unpack]
     # One matmul takes all chunks of few rows, and those of K in 16 bits.
     if "ragged" in case["case"] or (case["op"] == "all_to_all_matmul" and case["dtype"] != "float32"):
-        return [*send, wait_all, unpack]
+        return [*send, *[("finish", reads)] * case.get("is_uneven", False), unpack]
     num_results = case["num_ws"] + case["by_product"]
-    return [*send, *[("wait_source", "main")] * (GROUP_SIZE - 1), *[("finish", "reads")] * num_results]
+    return [*send, *[("wait_source", "main")] * (GROUP_SIZE - 1), *[("finish", reads)] * num_results]
 
 
 def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
@@ -281,11 +281,15 @@ def check_calls(cases: list[dict[str, Any]]) -> None:
         assert num_rounds >= (2 if "aligned" in case["case"] else 1)
 
 
+def rounds_of(case: dict[str, Any]) -> int:
+    return int(case["epochs"]) // (2 if case["op"] == "matmul_all_reduce" else 1)
+
+
 def launched_rounds(case: dict[str, Any]) -> int:
     assert case["refused"] is None, case
     streams = {0: "main"} | {int(handle): name for handle, name in case["streams"].items()}
     launches = [(each["kernel"].removesuffix("_kernel"), streams[each["stream"]]) for each in case["launches"]]
-    num_rounds = int(case["epochs"]) // (2 if case["op"] == "matmul_all_reduce" else 1)
+    num_rounds = rounds_of(case)
     assert launches == num_rounds * sequence(case), case
     return num_rounds
 
@@ -304,8 +308,8 @@ def test_norms_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
         elif algorithm == "fused":
             assert launched == [("pack", "main"), ("reduce_norm", "main")]
         else:
-            sends = [("begin_push", "reads"), *[("write", "sends")] * GROUP_SIZE]
-            assert launched == [*sends, ("reduce_norm", "reads")]
+            sends = [("begin_push", "main"), *[("write", "sends")] * GROUP_SIZE]
+            assert launched == [*sends, ("reduce_norm", "main")]
 
 
 @pytest.mark.thorough

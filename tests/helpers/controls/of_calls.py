@@ -276,7 +276,10 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_captures.py::test_calls_leave_a_captured_workspace_to_the_graphs",
     ),
     "a round's sends come after the reads of the one before": Control(
-        MOVES, "            s.join(SENDS, READS)\n", "", "tests/plan/test_schedule.py::test_nothing_races[2-chunked]"
+        MOVES,
+        "            s.join(SENDS, self.reads)\n",
+        "",
+        "tests/plan/test_schedule.py::test_nothing_races[2-chunked]",
     ),
     "a fused gather on all SMs begins when the queue of its copies has come to them": Control(
         "fusedcomm/plan/fused.py",
@@ -310,7 +313,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "the callers of chunked come after all of its streams": Control(
         MOVES,
-        "            self.s.join(MAIN, SENDS)\n            self.s.join(MAIN, READS)",
+        "            self.s.join(MAIN, SENDS)\n            self.s.join(MAIN, self.reads)",
         "            pass",
         "tests/run/test_chunked_orders.py::test_every_op_is_right_in_a_random_order",
     ),
