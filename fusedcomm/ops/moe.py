@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fusedcomm.memory.group import Group, resolve
-from fusedcomm.ops import routed  # noqa: F401 registers the ops
 from fusedcomm.ops.arguments import check_int, check_tensor
+from fusedcomm.ops.routed import require  # registers the ops too
 from fusedcomm.plan import routing as layout
 from fusedcomm.plan.geometry.shapes import OP_DTYPES
 
@@ -66,21 +66,21 @@ def moe_dispatch(
     _check_slots("expert_ids", expert_ids)
     for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
         check_int(name, value)
-        _require(value >= 1, name, "at least 1", value)
-    _require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
-    _require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
-    _require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
-    _require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
+        require(value >= 1, name, "at least 1", value)
+    require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
+    require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
+    require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
+    require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
     ids = expert_ids.flatten(0, -2)
     if max_tokens is not None:
-        _require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
+        require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
     if capacity is None:
-        _require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
+        require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
         assert max_tokens is not None
         own = num_experts // group_size
         capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
     check_int("capacity", capacity)
-    _require(capacity >= 0, "capacity", "at least 0", capacity)
+    require(capacity >= 0, "capacity", "at least 0", capacity)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(
         x.flatten(0, -2), ids, num_experts, capacity, alignment, group_size, group_name
     )
@@ -183,18 +183,18 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
     _check_payload(name, h)
     check_tensor("routing", routing)
     _check_slots("scores", scores)
-    _require(h.ndim == 2, name, "[capacity, H]", h.shape)
-    _require(scores.is_floating_point(), "scores", "floating", scores.dtype)
+    require(h.ndim == 2, name, "[capacity, H]", h.shape)
+    require(scores.is_floating_point(), "scores", "floating", scores.dtype)
     for other, each in {"scores": scores, "routing": routing}.items():
-        _require(each.device == h.device, other, f"on {h.device}", each.device)
-    _require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
+        require(each.device == h.device, other, f"on {h.device}", each.device)
+    require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
     num_experts = routing.shape[-1]
     if w is not None:
         _check_like(h, w, num_experts, group_size)
     flat = scores.flatten(0, -2)
     num_tokens, k = flat.shape
     shape = layout.packed_shape(num_tokens * k, num_experts, group_size)
-    _require(
+    require(
         [*routing.shape] == [*shape], "routing", "of a dispatch of scores' tokens and k in this group", routing.shape
     )
     saves = torch.is_grad_enabled() and scores.requires_grad
@@ -202,31 +202,26 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
     return y.view(*scores.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
 
 
-def _require(holds: bool, name: str, what: str, got: Any) -> None:
-    if not holds:
-        raise ValueError(f"moe: {name} must be {what}, got {[*got] if isinstance(got, torch.Size) else got}")
-
-
 def _check_payload(name: str, t: Any) -> None:
     check_tensor(name, t)
-    _require(t.dtype in OP_DTYPES, name, "float32, float16, bfloat16 or float64", t.dtype)
-    _require(t.ndim >= 2, name, "at least 2-D", t.shape)
+    require(t.dtype in OP_DTYPES, name, "float32, float16, bfloat16 or float64", t.dtype)
+    require(t.ndim >= 2, name, "at least 2-D", t.shape)
 
 
 def _check_slots(name: str, t: Any) -> None:
     check_tensor(name, t)
-    _require(t.ndim >= 2 and t.shape[-1] >= 1, name, "[..., k], k at least 1", t.shape)
+    require(t.ndim >= 2 and t.shape[-1] >= 1, name, "[..., k], k at least 1", t.shape)
 
 
 def _check_weights(w: Any, h: Any) -> None:
     check_tensor("w", w)
     check_tensor("h", h)
-    _require(w.ndim == 3 and w.shape[1] == h.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
+    require(w.ndim == 3 and w.shape[1] == h.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
 
 
 def _check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None:
-    _require((w.dtype, w.device) == (h.dtype, h.device), "w", "of h's dtype and device", (w.dtype, w.device))
-    _require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
+    require((w.dtype, w.device) == (h.dtype, h.device), "w", "of h's dtype and device", (w.dtype, w.device))
+    require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
 
 
 def _autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,14 +179,18 @@ def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: in
 
 def _check_like(t: Tensor, packed: Tensor, scores: Tensor | None, num_slots: int, size: int) -> None:
     """Shapes and devices alone: values would have to come from the device."""
-    want, got = [*packed_shape(num_slots, packed.shape[-1], size)], [*packed.shape]
-    if got != want or got[1] % size:
-        raise ValueError(f"moe: routing must be of a dispatch of {num_slots} choices, {want}, got {got}")
-    if scores is not None and scores.numel() != num_slots:
-        raise ValueError(f"moe: scores must be of {num_slots} choices, got {[*scores.shape]}")
-    for name, each in {"routing": packed, "scores": scores}.items():
-        if each is not None and each.device != t.device:
-            raise ValueError(f"moe: {name} must be on {t.device}, got {each.device}")
+    shape = packed_shape(num_slots, packed.shape[-1], size)
+    right = packed.shape == shape and packed.shape[1] % size == 0
+    require(right, "routing", f"of a dispatch of {num_slots} choices, {[*shape]}", packed.shape)
+    require(packed.device == t.device, "routing", f"on {t.device}", packed.device)
+    if scores is not None:
+        require(scores.numel() == num_slots, "scores", f"of {num_slots} choices", scores.shape)
+        require(scores.device == t.device, "scores", f"on {t.device}", scores.device)
+
+
+def require(holds: bool, name: str, what: str, got: Any) -> None:
+    if not holds:
+        raise ValueError(f"moe: {name} must be {what}, got {[*got] if isinstance(got, torch.Size) else got}")
 
 
 def _sizes_are(packed: Tensor, num_slots: int, k: int, capacity: int) -> Callable[[], None]:
