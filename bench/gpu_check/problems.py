@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is sent."""
+        """The payload's."""
         return torch.uint8 if self.form == "_scaled" and self.program.gathers else torch.bfloat16
 
     def problem(self, seed: int) -> proof.Problem:

@@ -170,7 +170,7 @@ def outcome(kind: str, what: str, ours: Member, num_bytes: int, results: Callabl
 
 
 def wrong_values(pairs: Pairs) -> str:
-    """Where results differ from what they must be; empty if they do not."""
+    """The first difference between a result and its oracle; empty if there is none."""
     for got, must in pairs:
         if found := difference(_wide(got.cpu()), _wide(must)):
             return f"gave wrong values: {found}"

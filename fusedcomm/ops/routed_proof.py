@@ -19,7 +19,7 @@ KIND, FINGERPRINT = "moe", fingerprint_of("proof", "moe")
 
 
 class Sizes(NamedTuple):
-    """Of a dispatch of [tokens, columns]; ``experts``: of each rank."""
+    """A dispatch of [tokens, columns]; ``experts``: of each rank."""
 
     tokens: int
     columns: int
@@ -59,7 +59,7 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     generator = torch.Generator("cpu").manual_seed(0)
 
     def integers(low: int, high: int, *shape: int) -> list[Tensor]:
-        """Of each rank; so small that sums are exact."""
+        """Each rank's; so small that sums are exact."""
         return [torch.randint(low, high, shape, generator=generator, device="cpu") for _ in range(size)]
 
     xs, scores = integers(-2, 3, tokens, columns), integers(-2, 3, tokens, k)

@@ -149,7 +149,7 @@ def block_barrier():
 
 @triton.jit
 def poison(DTYPE: tl.constexpr):
-    """What tells a wrong result: NaN, in bytes that of float8 and of float32 scales; 0 of other integers."""
+    """The mark of a wrong result: NaN, in bytes that of float8 and of float32 scales; 0 of other integers."""
     if tl.uint8 == DTYPE:
         value = tl.cast(255, tl.uint8)
     elif DTYPE.is_int():

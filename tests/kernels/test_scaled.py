@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.plan import fused, launches, tiles
+from fusedcomm.plan import chunked, fused, launches, scaled_programs, tiles
 from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.geometry import packed_gathers, shapes
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
-from fusedcomm.plan.schedule import Launch
+from fusedcomm.plan.schedule import Launch, Multiply
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_tma
@@ -164,3 +164,14 @@ def test_a_failed_gather_is_nan() -> None:
     launch_now.prepared(program, rank, FINGERPRINT, got, w, torch.ones(1, 16))()
     assert got.isnan().all()
     rank.assert_idle(1, failed=True)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_chunks_are_multiplied_as_fast_as_the_call_allows(fast: bool) -> None:
+    exchange = shapes.matmul_all_to_all((8, 16), (16, 32), None, 0, 1, 2)
+    rank, given = virtual_ranks(2, 4 * exchange.chunk_numel)[0], operands(0, "rows", 8, 16, 32, PAIRS[0])
+    s = Builder(rank.memory_facts(), rank.device_facts(), [layout_of(t) for t in given[:4]])
+    x, w, *scales = s.inputs
+    scaled_programs.push(chunked.push_matmul, s, exchange, x, w, scales, None, out_dtype=torch.bfloat16, fast=fast)
+    multiplied = [step.work for step in s.finish().steps if isinstance(step.work, Multiply)]
+    assert multiplied and all(work.fast == fast for work in multiplied)
