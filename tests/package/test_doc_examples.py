@@ -30,8 +30,7 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 
 
 def examples_of(page: Path) -> list[str]:
-    """The code that a page shows, without an op's formulas, which are no program."""
-    return [code for code in EXAMPLE.findall(page.read_text()) if not code.startswith("# formulas")]
+    return EXAMPLE.findall(page.read_text())
 
 
 EXAMPLES = {f"{page.stem}-{i}": code for page in PAGES for i, code in enumerate(examples_of(page))}
