@@ -34,6 +34,7 @@ def prepare(
     record: flight_recorder.Record | None = None,
     key: Hashable = None,
     wire: str = CALL,
+    multiplied: str | None = None,
 ) -> tuple[Plan, Member | None]:
     """The plan of a call, kept under ``key`` or new, and this rank's Member. A group's first call is a collective."""
     pg = group.check_size(exchange.group_size, group_name)
@@ -41,7 +42,7 @@ def prepare(
         raise ValueError(f"rank must be this process' rank in the group, {pg.rank()}, got {exchange.cut.rank}")
     ours = member(group_name, device, record) if exchange.group_size > 1 else None
     kept = None if ours is None else ours.plans.get(key)
-    return kept or planner.plan(op, exchange, dtype, ours, wire), ours
+    return kept or planner.plan(op, exchange, dtype, ours, wire, multiplied), ours
 
 
 def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]:
@@ -63,7 +64,8 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
         with dumps.on_failure(), flight_recorder.Record(*about) as record:
             kind = kind_of(spec, args)
             key = kind, force_algorithm.current, is_for_capture(x.device)
-            plan, ours = prepare(spec.name, exchange, dtype, x.device, args.group_name, record, key, args.wire)
+            how = args.wire, spec.multiplied(args)
+            plan, ours = prepare(spec.name, exchange, dtype, x.device, args.group_name, record, key, *how)
             assert ours is not None
             with ours.lock:
                 plan, memory = _begin(spec, args, plan, ours, record, kind)
@@ -100,7 +102,8 @@ def _begin(
         if proof.is_unproved(plan, record.dtype, ours, uneven):
             ours.enter(spec.name, plan.fingerprint)
             proof.prove(record.op, plan.algorithm, record.dtype, ours, uneven)
-            plan = planner.plan(record.op, record.exchange, record.dtype, ours, args.wire)  # without failed algorithms
+            how = args.wire, spec.multiplied(args)
+            plan = planner.plan(record.op, record.exchange, record.dtype, ours, *how)  # without failed algorithms
             record.algorithm = plan.algorithm
         if not plan.has_workspace:
             return plan, ours.memory

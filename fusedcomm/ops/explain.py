@@ -51,7 +51,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     exchange, device = spec.exchange_of(given), given.x.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plan, ours = prepare(op, exchange, spec.sent_dtype(given), device, given.group_name)
+    sent, multiplied = spec.sent_dtype(given), spec.multiplied(given)
+    plan, ours = prepare(op, exchange, sent, device, given.group_name, multiplied=multiplied)
     kept = [] if ours is None else [*ours.plans.values()]
     return next((each for each in kept if each == plan and each.exchange == exchange), plan)
 

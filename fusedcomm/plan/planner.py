@@ -71,16 +71,23 @@ class Facts(Protocol):
     def for_capture(self) -> bool: ...
 
 
-def plan(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, wire: str = CALL) -> Plan:
-    """``member`` is None for a group of one rank."""
-    found = _decided(op, exchange, dtype, member)
+def plan(
+    op: str,
+    exchange: Exchange,
+    dtype: torch.dtype,
+    member: Facts | None,
+    wire: str = CALL,
+    multiplied: str | None = None,
+) -> Plan:
+    """``member`` is None for a group of one rank. ``multiplied``: as in `model.estimate`."""
+    found = _decided(op, exchange, dtype, member, multiplied)
     found.exchange = exchange
     if found.has_workspace:
         found.fingerprint = fingerprint_of(KINDS[op], dtype, *wire_facts(wire, exchange, found.num_rounds))
     return found
 
 
-def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None) -> Plan:
+def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, multiplied: str | None) -> Plan:
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
     name, strict = force_algorithm.current
@@ -101,7 +108,7 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
     if name is not None:
         algorithm, why = name, FORCED
     else:
-        algorithm, why = _choose(op, own, dtype, member)
+        algorithm, why = _choose(op, own, dtype, member, multiplied)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
     slot_bytes, num_rounds = _rounds(exchange, dtype, member)
@@ -181,7 +188,7 @@ def _kind(dtype: torch.dtype, member: Facts) -> str:
     return dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
 
 
-def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[str, str]:
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, multiplied: str | None) -> tuple[str, str]:
     constants, kind, note = constants_of(member), _kind(dtype, member), ""
     usual = _usual(op, exchange, member)
     # Measured on one H200, where a graph has no host time: 12 us behind the matmul, 10 without the exchange.
@@ -216,7 +223,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> t
         if usable == ["fused"]:
             return "unfused", why
         usable = ["chunked"]
-    estimates = model.estimate(op, exchange, kind, constants)
+    estimates = model.estimate(op, exchange, kind, constants, multiplied)
     best = min(usable, key=estimates.__getitem__)
     return best, _estimated(best, "unfused", estimates, constants) + note + _to_prove(failed[best], member)
 
@@ -229,7 +236,7 @@ _NAMES = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
-    **dict.fromkeys(BYTES, "float8"),
+    **dict.fromkeys(BYTES, model.FLOAT8),
 }
 
 

@@ -28,6 +28,7 @@ from fusedcomm.plan.schedule import (
     Wait,
 )
 from fusedcomm.run.packing import NotPackableError, pack
+from fusedcomm.run.scaled_matmul import torch_can
 
 _ALWAYS = (0, 0, -1)
 
@@ -53,6 +54,11 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Se
                 raise NotPackableError("the kernel is not one that the driver can launch")
             places, packed = pack(step.work, kept[1], workspace, fingerprint)
             plan.launch(_facts(step), _places(places, numbers), *packed)
+        elif isinstance(step.work, Multiply) and (scales := step.work.scales):
+            work = step.work
+            places = [work.out, work.x, work.w, *scales, *([] if work.bias is None else [work.bias])]
+            how = work.bias is not None, work.adds, torch_can(work, workspace.device), work.fast
+            plan.scaled_multiply(_facts(step), _places(places, numbers), *how)
         else:
             _append(plan, step, numbers)
     plan.finish(_places(schedule.returned, numbers))
@@ -71,7 +77,7 @@ def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
         return _places([each for each in given if each is not None], numbers)
 
     match work:
-        case Multiply() if not work.scales:
+        case Multiply():
             plan.multiply(facts, places(work.out, work.x, work.w, work.bias), work.bias is not None, work.adds)
         case Copy():
             plan.copy(facts, places(work.to, work.source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import BLOCK, Scaled
+from fusedcomm.plan.schedule import Multiply
+
+Shape = Sequence[int]
 
 
 def scaled_matmul(
@@ -30,7 +34,7 @@ def scaled_matmul(
         for each in zip(out, x, w, scale_x, scale_w, strict=True):
             scaled_matmul(*each, bias, adds=adds, fast=fast)
         return
-    if _torch_can(x, w) and scale_x.shape[1] == scale_w.shape[0] == 1:
+    if _torch_can(x.device, x.shape, w.shape[1], scale_x.shape, scale_w.shape):
         y = _by_torch(out, x, w, scale_x, scale_w, bias, adds, fast)
     else:
         y = dequantized(x, scale_x) @ dequantized(w, scale_w)
@@ -91,23 +95,27 @@ def dequantized(t: Tensor, scale: Tensor) -> Tensor:
     return t.to(torch.float32) * scale
 
 
-def _torch_can(x: Tensor, w: Tensor) -> bool:
-    """On CPUs torch's own takes as long as this, and dequantises too."""
-    if not x.is_cuda or x.numel() == 0 or torch.cuda.get_device_capability(x.device) < (8, 9):
+def torch_can(step: Multiply, device: torch.device) -> bool:
+    """Whether `torch._scaled_mm` makes the product of this step."""
+    x, w, scale_x, scale_w = (place.sizes[-2:] for place in (step.x, step.w, *step.scales))
+    return _torch_can(device, x, w[1], scale_x, scale_w)
+
+
+def _torch_can(device: torch.device, x: Shape, n: int, scale_x: Shape, scale_w: Shape) -> bool:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return False
-    return x.shape[1] % 16 == 0 and w.shape[1] % 16 == 0
+    return 0 not in x and x[1] % 16 == n % 16 == 0 and scale_x[1] == scale_w[0] == 1
 
 
 def _by_torch(
     out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, adds: bool, fast: bool
 ) -> Tensor:
-    """``out``, where cuBLAS can write it; else the product in float32, without the bias."""
+    """``out``, where torch can write it; else the product in float32, without the bias."""
     is_loadable = w.stride(0) == 1 and w.stride(1) % 16 == 0 and w.data_ptr() % 16 == 0
     x, w = x.contiguous(), w if is_loadable else w.mT.clone(memory_format=torch.contiguous_format).mT
-    if not adds and out.dtype == torch.bfloat16 and out.is_contiguous():
-        scales = scale_x.contiguous(), scale_w.contiguous()
-        if scale_x.stride(0) == scale_w.stride(1) == 0 or scale_x.numel() == scale_w.numel() == 1:
-            scales = scale_x[0, 0], scale_w[0, 0]
+    tensor_wise = all(scale.numel() == 1 or set(scale.stride()) == {0} for scale in (scale_x, scale_w))
+    if not adds and out.dtype == torch.bfloat16 and out.is_contiguous() and (tensor_wise or out.is_cuda):
+        scales = (scale_x[0, 0], scale_w[0, 0]) if tensor_wise else (scale_x.contiguous(), scale_w.contiguous())
         return torch._scaled_mm(x, w, *scales, bias, None, out.dtype, fast, out=out)
     one = torch.ones((), device=x.device)
     product = torch._scaled_mm(x, w, one, one, out_dtype=torch.float32, use_fast_accum=fast)

@@ -218,6 +218,10 @@ class Plan::Run {
     if (streams_) streams_->use(step.stream);
     at::Tensor out = tensor(step.places[0]);
     const at::Tensor x = tensor(step.places[1]), w = tensor(step.places[2]);
+    if (step.scaled) {
+      const std::optional<at::Tensor> bias = step.has_bias ? std::optional(tensor(step.places[5])) : std::nullopt;
+      return scaled_multiply(out, x, w, tensor(step.places[3]), tensor(step.places[4]), bias, *step.scaled);
+    }
     const at::Tensor bias = step.has_bias ? tensor(step.places[3]) : at::Tensor();
     const at::Tensor* added = step.adds ? &out : step.has_bias ? &bias : nullptr;
     fusedcomm::multiply(out, x, w, added);

@@ -12,6 +12,7 @@
 
 #include "kernel_launch.h"
 #include "rounds.h"
+#include "scaled_multiply.h"
 #include "streams.h"
 
 namespace fusedcomm {
@@ -42,6 +43,7 @@ struct Step {
   bool has_bias = false;   // the last of the places; for kNorm the weight
   double eps = 0;          // for kNorm
   bool adds = false;       // for kMultiply: to what is there
+  std::optional<ScaledProduct> scaled;  // for kMultiply: places 3 and 4 are scales of x and w
   bool averages = false;   // for kReduce: the sum is divided by the number of parts
   int64_t condition = -1;  // an answer's index: the step runs if that is `if_so`
   bool if_so = false;

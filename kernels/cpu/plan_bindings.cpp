@@ -42,6 +42,13 @@ void multiply(Plan& plan, const GivenFacts& facts, Places places, bool has_bias,
   append(plan, facts, std::move(step));
 }
 
+void multiply_with_scales(Plan& plan, const GivenFacts& facts, Places places, bool has_bias, bool adds, bool by_torch, bool fast) {
+  Step step = step_of(Step::kMultiply, std::move(places));
+  step.has_bias = has_bias;
+  step.scaled = ScaledProduct{adds, by_torch, fast};
+  append(plan, facts, std::move(step));
+}
+
 void reduce(Plan& plan, const GivenFacts& facts, Places places, bool has_bias, bool averages) {
   Step step = step_of(Step::kReduce, std::move(places));
   step.has_bias = has_bias;
@@ -132,6 +139,7 @@ void bind_plans(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "A schedule that runs without Python.")
       .def(py::init(&make_plan))
       .def("multiply", &multiply)
+      .def("scaled_multiply", &multiply_with_scales)
       .def("copy", [](Plan& plan, const GivenFacts& facts, Places places) { append(plan, facts, step_of(Step::kCopy, std::move(places))); })
       .def("reduce", &reduce)
       .def("norm", &norm)

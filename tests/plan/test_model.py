@@ -262,6 +262,17 @@ def test_default_numbers_say_how_long_whole_ops_took(op: str, monkeypatch: pytes
     assert 1e3 * found["fused"] == pytest.approx(CASES[f"op speed/{op}"]["found"]["fused_ms"], rel=0.15)
 
 
+SCALED = json.loads((RESULTS / "gpu-h200-2026-11-27-scaled.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("rows", [8192, 4096])
+@pytest.mark.parametrize(("recipe", "kind"), [("TensorWise", model.FLOAT8), ("BlockWise1x128", model.BLOCKS)])
+def test_default_numbers_say_how_long_float8_took(rows: int, recipe: str, kind: str) -> None:
+    found, size = SCALED[f"scaled/push {rows} x 4096 x 4096, {recipe}"]["found"], (1, rows, 4096, 4096)
+    assert 1e3 * DEFAULTS["cuda"].matmul(kind, *size, fused=True) == pytest.approx(found["kernel_launch_free_ms"], rel=0.05)
+    assert 1e3 * DEFAULTS["cuda"].matmul(model.FLOAT8, *size) == pytest.approx(found["torch_launch_free_ms"], rel=0.05)
+
+
 # what `fusedcomm.compile` makes of it
 
 

@@ -211,6 +211,16 @@ def test_a_pipelined_call_is_proved_first(capturing: list[bool]) -> None:
     assert planner.plan(OP, WIDE, BF16, ours).reason == "pipelined of bfloat16 failed its proof"
 
 
+def test_float8_runs_where_its_matmul_is_fast(capturing: list[bool]) -> None:
+    """torch dequantises blocks, and kernels that add in float32 are slow."""
+    capturing.append(False)
+    exchange = shapes.matmul_all_to_all((8192, 4096), (4096, 4096), None, 0, 1, 8)
+    kinds = [model.FLOAT8, model.FAST_FLOAT8, model.BLOCKS]
+    plans = [planner.plan(f"scaled_{OP}", exchange, BF16, member(), multiplied=kind) for kind in kinds]
+    assert [plan.algorithm for plan in plans] == ["chunked", "fused", "fused"]
+    assert len({plan.fingerprint for plan in plans}) == 1
+
+
 def test_where_one_algorithm_failed_its_proof_the_other_runs(capturing: list[bool]) -> None:
     capturing.append(False)
     ours = member(verdict=replace(ABLE, prove=True))

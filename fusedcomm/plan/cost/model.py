@@ -65,7 +65,10 @@ KINDS = {
     "scaled_matmul_all_reduce": "all_reduce",
     **{kind: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")},
 }
-ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, "float8": 1}
+FLOAT8, FAST_FLOAT8, BLOCKS = "float8", "fast float8", "float8 in blocks"  # sums in float32, or in fewer bits; scales
+# of blocks. Rates over those of bfloat16, of cuBLAS and the Triton kernel, on an H200; torch dequantises blocks
+_FLOAT8_RATES = {FLOAT8: (2.0, 1.18), FAST_FLOAT8: (2.0, 2.0), BLOCKS: (0.0, 0.9)}
+ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(_FLOAT8_RATES, 1)}
 DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
 _USUAL_WIDTH = {"cuda": 4096, "cpu": 1024}  # K, and N; chosen
@@ -137,8 +140,9 @@ class Constants:
     def matmul(self, dtype: str, batches: float, m: float, k: float, n: float, fused: bool = False) -> float:
         """Seconds of [m, k] @ [k, n], ``batches`` times; in the Triton kernel if ``fused``."""
         rates = self.fused_flops if fused else self.matmul_flops
-        if dtype == "float8":  # twice the rate of 16 bits by data sheets; a CPU dequantises
-            rates = {dtype: rates["float32"] if self.on_cpu else 2 * rates["bfloat16"]}
+        if dtype in _FLOAT8_RATES:
+            over = 0.0 if self.on_cpu else _FLOAT8_RATES[dtype][fused]
+            rates = {dtype: over * rates["bfloat16"] if over else rates["float32"]}
         rate = rates[dtype]
         memory = batches * (m * k + k * n + m * n) * ITEMSIZE[dtype] / self.memory_bandwidth
         if self.on_cpu:
@@ -230,9 +234,14 @@ DEFAULTS = {
 
 
 @functools.lru_cache(maxsize=1024)  # by the exchange's identity: `geometry` keeps one for the shapes of a call
-def estimate(op: str, exchange: Exchange, dtype: str, constants: Constants) -> Mapping[str, float]:
-    """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints."""
-    call = TimedCall(op, exchange, dtype, constants)
+def estimate(
+    op: str, exchange: Exchange, dtype: str, constants: Constants, multiplied: str | None = None
+) -> Mapping[str, float]:
+    """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints.
+
+    ``dtype``: of the payload. ``multiplied``: of x and w, if it is another.
+    """
+    call = TimedCall(op, exchange, dtype, constants, multiplied)
     found = {"unfused": call.unfused(), "chunked": call.chunked()}
     return {**found, "fused": call.fused()} if constants.fused_flops else found
 
@@ -313,11 +322,13 @@ def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) ->
 class TimedCall:
     """The formulas of this module for a call."""
 
-    def __init__(self, op: str, exchange: Exchange, dtype: str, constants: Constants) -> None:
+    def __init__(
+        self, op: str, exchange: Exchange, dtype: str, constants: Constants, multiplied: str | None = None
+    ) -> None:
         comes_in_pieces = exchange.comes_in_pieces(ITEMSIZE[dtype])
         self.exchange = exchange = exchange.for_all
         self.kind, self.num_ranks, self.dtype, self.constants = KINDS[op], exchange.group_size, dtype, constants
-        self.multiplied = "float8" if op.startswith("scaled_") else dtype
+        self.multiplied = multiplied or dtype
         self.ns = [shape[-1] for shape in exchange.out_shapes]  # of each w
         if not exchange.gathers:
             self.ns = [math.prod(exchange.shape[exchange.num_lead :])]
