@@ -82,7 +82,7 @@ class Case(NamedTuple):
 
 def every(group_size: int, cuda: bool) -> Iterator[Case]:
     for program in PROGRAMS.values():
-        for form in ("", "_scaled", "_norm")[: 2 + (program.kind == "all_reduce")]:
+        for form in ("", "_scaled", "_norm")[: 2 + ("reduce" in program.kind)]:
             for algorithm in reversed(ALGORITHMS):
                 for size in SIZES[: 1 + ((group_size, algorithm) == (2, "fused"))] if cuda else (SMALL,):
                     yield Case(group_size, program, form, size, algorithm)

@@ -83,35 +83,44 @@ class ExactProblem:
 
 
 class NormProblem:
-    """An all_reduce with a residual and a norm behind it; ``sums`` is without. Every row of the sum has the root mean
-    square 2, so that normed rows are exact too, with an eps of 0.
+    """An all_reduce or a reduce_scatter of rows with a residual and a norm behind it; ``sums`` is without. Every row of
+    the sum has the root mean square 2, so that normed rows are exact too, with an eps of 0.
     """
 
-    def __init__(self, program: WholeGroup, size: MatmulSize, num_ranks: int, seed: int = 0) -> None:
+    def __init__(
+        self, program: WholeGroup, size: MatmulSize, num_ranks: int, seed: int = 0, uneven: bool = False
+    ) -> None:
         self.program, self.num_ranks = program, num_ranks
-        self.sums = sums = ExactProblem(program, size, num_ranks, seed, bias=True)
+        self.sums = sums = ExactProblem(program, size, num_ranks, seed, bias=True, uneven=uneven)
         rows, n = sums.xs[0].shape[-2], size.n
         signs = 1 - 2 * sums.integers((rows, n), 4, 0).abs()
-        self.out = (signs * torch.tensor([3, 3, 1, 1, 0] * (n // 5) + [2] * (n % 5), device="cpu")).double()
-        self.residual = self.out - sums.results()[0]
+        out = (signs * torch.tensor([3, 3, 1, 1, 0] * (n // 5) + [2] * (n % 5), device="cpu")).double()
+        self.scatters = program.scatter_dim is not None
+        self.outs = out.chunk(num_ranks, -2) if self.scatters else [out] * num_ranks
+        self.residuals = [out - total for out, total in zip(self.outs, sums.results(), strict=True)]
         self.weight = sums.integers((n,), 5, 0) + 2
 
     def exchange(self, rank: int) -> Exchange:
-        """The geometry of a call that sends all to all."""
-        return norm.one_shot(tuple(self.out.shape), self.sums.xs[0].shape[-1], 0.0, self.num_ranks)
+        """The geometry of the reduce_scatter, or of an all_reduce that sends all to all."""
+        if self.scatters:
+            return self.sums.exchange(rank)
+        return norm.one_shot(tuple(self.outs[0].shape), self.sums.xs[0].shape[-1], 0.0, self.num_ranks)
 
     def calls(self, rank: int) -> Iterator[tuple[str, list[Tensor | None], Exchange]]:
         """Calls of each op, each way: (op, [x, w, bias, residual, norm_weight], geometry)."""
         x, w, payload = self.sums.xs[rank], self.sums.ws[rank], self.sums.payloads[rank]
+        others = self.sums.biases[rank], self.residuals[rank], self.weight
+        if self.scatters:
+            yield "matmul_reduce_scatter_norm", [x, w, *others], self.exchange(rank)
+            return
         for op, terms, weight in (("matmul_all_reduce_norm", x, w), ("all_reduce_norm", payload, None)):
             shape = None if weight is None else weight.shape
             for exchange in (self.exchange(rank), norm.two_shot(terms.shape, shape, 0.0, self.num_ranks)):
-                yield op, [terms, weight, self.sums.biases[rank], self.residual, self.weight], exchange
+                yield op, [terms, weight, *others], exchange
 
-    @property
-    def results(self) -> list[Tensor]:
-        """(normed, residual_out) of every rank, in float64."""
-        return [self.out / 2 * self.weight, self.out]
+    def results(self, rank: int) -> list[Tensor]:
+        """(normed, residual_out), in float64."""
+        return [self.outs[rank] / 2 * self.weight, self.outs[rank]]
 
 
 class ScaledProblem(ExactProblem):

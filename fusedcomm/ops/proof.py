@@ -15,6 +15,7 @@ A forced algorithm runs without a proof, and although its proof has failed: whoe
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +97,11 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
         programs = [each for each in programs if each.gathers == (dtype in BYTES)]
-    problems = [problem_of(each, size, ours.group_size, form, uneven) for each in programs for size in SIZES]
+    forms = [form]
+    if kind == "reduce_scatter" and algorithm != "pipelined":  # peers may have a norm behind it, or none
+        forms.append("_norm")
+    given = itertools.product(programs, SIZES, [ours.group_size], forms, [uneven])
+    problems = list(itertools.starmap(problem_of, given))
     parts = " in parts of different sizes" if uneven else ""
     what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
     num_bytes = 0 if algorithm == "pipelined" else max(slot_bytes(problem, dtype) for problem in problems)
@@ -116,7 +121,7 @@ def problem_of(
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
     if form == "_norm":
-        return NormProblem(program, size, num_ranks, seed)
+        return NormProblem(program, size, num_ranks, seed, uneven)
     if form == "_scaled":
         return ScaledProblem(program, size, num_ranks, uneven, seed)
     return ExactProblem(program, size, num_ranks, seed, bias=True, uneven=uneven)
@@ -300,7 +305,7 @@ def _wide(t: Tensor) -> Tensor:
 
 def _expected(problem: Problem, rank: int, dtype: torch.dtype) -> list[Tensor]:
     if isinstance(problem, NormProblem):
-        return problem.results * len([*problem.calls(rank)])
+        return problem.results(rank) * len([*problem.calls(rank)])
     if isinstance(problem, ScaledProblem):
         return [problem.results()[rank]] * (1 + problem.program.gathers)
     alone = problem.program.exchanged(problem.payloads)[rank]

@@ -45,6 +45,14 @@ _LANES = "fusedcomm."
 Given = Tensor | None  # an operand that a call may leave out
 
 
+class RmsNorm(NamedTuple):
+    """``normed = out / sqrt(mean(out ** 2) + eps) * weight`` of the rows of a sum, ``out``. All are contiguous."""
+
+    normed: Tensor
+    weight: Given
+    eps: float
+
+
 class Layout(NamedTuple):
     """A tensor argument without its memory."""
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.builder import Builder, RmsNorm
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -49,17 +49,21 @@ def push_reduce(
     partial_bias: Tensor | None,
     out: Tensor | None,
     residual: Tensor | None = None,
+    norm: RmsNorm | None = None,
     *,
     scale: float,
 ) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block."""
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block.
+
+    ``norm``: of the result's rows.
+    """
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     moves = Moves(s, x.dtype, len(rounds))
     out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
     for spans in rounds:
         moves.push(spans, matmul)
-        moves.reduce(spans, out, bias, scale, residual=residual, beside=spans is not rounds[-1])
+        moves.reduce(spans, out, bias, scale, residual=residual, norm=norm, beside=spans is not rounds[-1])
     moves.end()
     return out
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fusedcomm.plan import chunked, launches
-from fusedcomm.plan.builder import Builder, Device, Given
+from fusedcomm.plan.builder import Builder, Device, Given, RmsNorm
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -49,15 +49,18 @@ def push_reduce(
     bias: Given,
     partial_bias: Given,
     out: Given,
+    residual: Given = None,
+    norm: RmsNorm | None = None,
+    *,
     scale: float,
 ) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
+    """`chunked.push_reduce`, by kernels."""
     if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
-        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, scale=scale)
+        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
     x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, out, bias, scale)
+        _push_sum(s, x, w, partial_bias, spans, out, bias, scale, residual, norm)
     return out
 
 
@@ -100,6 +103,7 @@ def _push_sum(
     bias: Given,
     scale: float,
     residual: Given = None,
+    norm: RmsNorm | None = None,
 ) -> None:
     if w is None:
         assert isinstance(x, Tensor)
@@ -109,7 +113,7 @@ def _push_sum(
         with s.lane("matmul"):
             launches.push(s, x, w, partial_bias, spans)
     with s.lane("copy"):
-        launches.reduce(s, out, spans, bias, scale, residual=residual)
+        launches.reduce(s, out, spans, bias, scale, residual=residual, norm=norm)
     s.add(EndRound(by_kernel=True))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedcomm.kernels.triton import bundles
 from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Span, Traits, Unpacked
 from fusedcomm.plan import tiles
-from fusedcomm.plan.builder import Builder, Given
+from fusedcomm.plan.builder import Builder, Given, RmsNorm
 from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.descriptors import (
     can_describe_slots,
@@ -211,14 +211,15 @@ def reduce(
     bias: Tensor | None,
     scale: float,
     *,
-    residual: Tensor | None = None,
+    residual: Given = None,
+    norm: RmsNorm | None = None,
     beside: bool = False,
     arrived: bool = False,
 ) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
     A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
-    ``residual``: one addend more, of out's shape, contiguous.
+    ``residual``: one addend more, of out's shape, contiguous. ``norm``: of the sum with a residual, in the same kernel.
     ``beside`` and ``arrived``: as in `unpack`.
     """
     span = spans.at(s.rank).pack
@@ -228,13 +229,19 @@ def reduce(
     if span.size == 0:
         wait(s)
         return
+    run, num_results = Reduced(span.size, span.start, spans.chunk_numel), 1 if norm is None else 3
+    kind = copy_out(s, (s.group_size + num_results) * span.size * out.itemsize, beside, arrived)
+    if norm is not None:
+        assert residual is not None
+        _reduce_norm(s, out, bias, residual, norm, run, kind)
+        return
     block, num_warps, in_sm = tiles.reduce_config(s.device.architecture, s.group_size, bias is not None)
     arguments = (
         s.place(out),
         vector(s, bias),
         s.optional(residual),
         Table(),
-        Reduced(span.size, span.start, spans.chunk_numel),
+        run,
         1 if bias is None else bias.numel(),
         s.memory.slot_bytes,
         *of_round(s),
@@ -242,41 +249,25 @@ def reduce(
         block,
     )
     options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, REGISTERS // (32 * num_warps * in_sm))}
-    kind = copy_out(s, (s.group_size + 1) * span.size * out.itemsize, beside, arrived)
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
 
 
-def reduce_norm(
-    s: Builder,
-    normed: Tensor,
-    out: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    spans: RoundSpans,
-    eps: float,
+def _reduce_norm(
+    s: Builder, out: Tensor, bias: Given, residual: Tensor, norm: RmsNorm, run: Reduced, kind: str
 ) -> None:
-    """Wait for every src_rank's rows, add them up with residual and bias into ``out``, and norm that into ``normed``.
-
-    normed, out and residual [..., N] are contiguous. This ends the round. It is one launch for any number of rows.
-    """
-    span, n = spans.at(s.rank).pack, out.shape[-1]
-    assert out.is_contiguous() and normed.is_contiguous() and residual.is_contiguous()
-    if span.size == 0:
-        wait(s)
-        return
-    assert span.inner >= span.size and span.size % n == span.start % n == 0
+    n = out.shape[-1]
+    assert norm.normed.is_contiguous() and run.size % n == run.start % n == 0
     block, num_warps = tiles.norm_config(s.device.architecture, n, out.itemsize, s.group_size)
     arguments = (
-        *map(s.place, (normed, out, residual)),
+        *map(s.place, (norm.normed, out, residual)),
         vector(s, bias),
-        vector(s, weight),
+        s.optional(norm.weight),
         Table(),
-        Reduced(span.size, span.start, spans.chunk_numel),
+        run,
         n,
-        float(eps),
+        float(norm.eps),
         s.memory.slot_bytes,
         *of_round(s),
         unit(out.itemsize, n),
@@ -284,8 +275,7 @@ def reduce_norm(
         n <= block,
     )
     options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, REGISTERS // (32 * num_warps))}
-    num_programs = programs(s, "copy-out beside", span.size // n)
-    launch(s, "reduce_norm.reduce_norm_kernel", num_programs, arguments, **options)
+    launch(s, "reduce_norm.reduce_norm_kernel", programs(s, kind, run.size // n), arguments, **options)
 
 
 def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:

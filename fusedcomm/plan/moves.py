@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder
+from fusedcomm.plan.builder import Builder, Given, RmsNorm
 from fusedcomm.plan.call_plan import fingerprint_of
 from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
@@ -34,7 +34,6 @@ from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Signal, Stream, Test, Wait
 
 MAIN, SENDS, READS = Stream
-Normed = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # normed, out, residual, weight, bias
 
 
 class Arrival(NamedTuple):
@@ -270,18 +269,20 @@ class Moves:
         bias: Tensor | None,
         scale: float,
         *,
-        residual: Tensor | None = None,
+        residual: Given = None,
+        norm: RmsNorm | None = None,
         beside: bool,
     ) -> None:
         """Wait for all chunks, add them in rank order in float32, round once, and end the round.
 
-        ``residual``: one addend more, as ``out`` lies. ``beside``: a GPU multiplies another round meanwhile.
+        ``residual``: one addend more, as ``out`` lies. ``norm``: of this round's rows of ``out``. ``beside``: a GPU
+        multiplies another round meanwhile.
         """
         s = self.s
         if s.device.is_gpu:
             s.join(self.reads, MAIN)
             with s.on(self.reads), s.lane("copy"):
-                launches.reduce(s, out, spans, bias, scale, residual=residual, beside=beside)
+                launches.reduce(s, out, spans, bias, scale, residual=residual, norm=norm, beside=beside)
             self._end_round()
             return
         for src_rank in self.sources[1:]:
@@ -289,18 +290,14 @@ class Moves:
         parts = [self.s.chunk(self.rank, src_rank, spans, self.dtype) for src_rank in range(s.group_size)]
         if self.own is not None:
             parts[self.rank] = self.own
-        total, *more = (
-            spans.at(self.rank).pack.view(t.view(-1), 0, self.rank).view(-1) for t in (out, residual) if t is not None
-        )
+        own = spans.at(self.rank).pack
+        total, *more = (own.view(t.view(-1), 0, self.rank).view(-1) for t in (out, residual) if t is not None)
         with s.lane("copy"):
             s.reduce(total, [*parts, *more], bias, scale)
+            if norm is not None and own.size:
+                normed = own.view(norm.normed.view(-1), 0, self.rank)
+                s.norm(*(t.view(-1, out.shape[-1]) for t in (normed, total)), norm.weight, norm.eps)
         s.add(EndRound())
-
-    def reduce_norm(self, spans: RoundSpans, operands: Normed, eps: float) -> None:
-        """On a GPU: `launches.reduce_norm`, which waits for all chunks and ends the round."""
-        with self.s.on(self.reads), self.s.lane("copy"):
-            launches.reduce_norm(self.s, *operands, spans, eps)
-        self._end_round()
 
     def arrived(self) -> None:
         """Later matmuls read the unpacked tensor."""

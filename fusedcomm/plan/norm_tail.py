@@ -14,10 +14,10 @@ import math
 from torch import Tensor
 
 from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder, Given, Program
+from fusedcomm.plan.builder import Builder, Given, Program, RmsNorm
 from fusedcomm.plan.fused import copy_engines_send
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.moves import Moves, Normed
+from fusedcomm.plan.moves import Moves
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import EndRound
 
@@ -38,13 +38,16 @@ def push_reduce_norm(
     fused: bool = False,
 ) -> list[Tensor]:
     """``[rms_norm(residual_out) * norm_weight, residual_out]``. ``fused``: by Triton kernels, on a CPU interpreted."""
-    if exchange.gathers and (fused or s.device.is_gpu):
-        return _one_shot_by_kernels(s, exchange, x, w, bias, residual, norm_weight, normed, out, eps, fused)
     if exchange.gathers:
-        out = _one_shot(s, exchange, x, w, bias, residual, out)
-    else:
-        out = padded(push_reduce_gather, s, exchange, x, w, bias, None, out, residual, scale=1.0)
-    return _with_norm(s, out.view(residual.shape), norm_weight, normed, eps, fused)
+        return _one_shot(s, exchange, x, w, bias, residual, norm_weight, normed, out, eps, fused)
+    out = padded(push_reduce_gather, s, exchange, x, w, bias, None, out, residual, scale=1.0).view(residual.shape)
+    normed = s.result(out.shape, out.dtype) if normed is None else normed
+    with s.lane("copy"):
+        if fused or s.device.is_gpu:
+            launches.norm(s, normed, out, norm_weight, eps)
+        else:
+            s.norm(normed, out, None if norm_weight is None else s.contiguous(norm_weight), eps)
+    return [normed, out]
 
 
 def push_reduce_scatter_norm(
@@ -61,38 +64,22 @@ def push_reduce_scatter_norm(
     *,
     eps: float,
 ) -> list[Tensor]:
-    """The same of this rank's rows, on CPUs."""
-    out = push_reduce(s, exchange, x, w, bias, None, out, s.contiguous(residual), scale=1.0)
-    return _with_norm(s, out, norm_weight, normed, eps)
+    """The same of this rank's rows, on the wire of the reduce_scatter."""
+    residual, out, norm = _tail(s, residual, norm_weight, normed, out, eps)
+    push_reduce(s, exchange, x, w, bias, None, out, residual, norm, scale=1.0)
+    return [norm.normed, out]
 
 
-def _with_norm(
-    s: Builder, out: Tensor, norm_weight: Given, normed: Given, eps: float, fused: bool = False
-) -> list[Tensor]:
-    normed = s.result(out.shape, out.dtype) if normed is None else normed
-    with s.lane("copy"):
-        if fused or s.device.is_gpu:
-            launches.norm(s, normed, out, norm_weight, eps)
-        else:
-            s.norm(normed, out, None if norm_weight is None else s.contiguous(norm_weight), eps)
-    return [normed, out]
+def _tail(
+    s: Builder, residual: Tensor, norm_weight: Given, normed: Given, out: Given, eps: float
+) -> tuple[Tensor, Tensor, RmsNorm]:
+    """(residual, out, norm)."""
+    normed, out = (s.result(residual.shape, residual.dtype) if each is None else each for each in (normed, out))
+    weight = None if norm_weight is None else s.contiguous(norm_weight)
+    return s.contiguous(residual), out, RmsNorm(normed, weight, eps)
 
 
-def _one_shot(s: Builder, exchange: Exchange, x: Tensor, w: Given, bias: Given, residual: Tensor, out: Given) -> Tensor:
-    rounds, residual = exchange.rounds(s.max_chunk_numel(x.dtype)), s.contiguous(residual)
-    moves = Moves(s, x.dtype, len(rounds))
-    terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
-    out = s.result(residual.shape, x.dtype) if out is None else out
-    for spans in rounds:
-        moves.begin(spans)
-        moves.pack(spans, terms, None)
-        moves.own = spans.at(s.rank).pack.view(terms.view(-1), 0, s.rank).view(-1)
-        moves.reduce(spans, out, bias, 1.0, residual=residual, beside=False)
-    moves.end()
-    return out
-
-
-def _one_shot_by_kernels(
+def _one_shot(
     s: Builder,
     exchange: Exchange,
     x: Tensor,
@@ -105,26 +92,26 @@ def _one_shot_by_kernels(
     eps: float,
     fused: bool,
 ) -> list[Tensor]:
-    residual = s.contiguous(residual)
+    residual, out, norm = _tail(s, residual, norm_weight, normed, out, eps)
     terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
-    normed, out = (s.result(residual.shape, x.dtype) if each is None else each for each in (normed, out))
-    operands: Normed = normed, out, residual, norm_weight, bias
     rounds, by_copy = exchange.rounds(s.max_chunk_numel(x.dtype)), copy_engines_send(exchange, s.device, x.itemsize)
     moves = Moves(s, x.dtype, len(rounds)) if by_copy or not fused else None
     for spans in rounds:
-        if moves is not None:
-            moves.begin(spans)
-            moves.pack(spans, terms, None, own=True)
-            moves.reduce_norm(spans, operands, eps)
-        else:
+        if moves is None:
             with s.lane("push"):
                 launches.pack(s, terms, spans)
             with s.lane("copy"):
-                launches.reduce_norm(s, *operands, spans, eps)
+                launches.reduce(s, out, spans, bias, 1.0, residual=residual, norm=norm, beside=True)
             s.add(EndRound(by_kernel=True))
+            continue
+        moves.begin(spans)
+        moves.pack(spans, terms, None, own=s.device.is_gpu)
+        if not s.device.is_gpu:
+            moves.own = spans.at(s.rank).pack.view(terms.view(-1), 0, s.rank).view(-1)
+        moves.reduce(spans, out, bias, 1.0, residual=residual, norm=norm, beside=True)
     if moves is not None:
         moves.end()
-    return [normed, out]
+    return [norm.normed, out]
 
 
 def _product(s: Builder, x: Tensor, w: Tensor, like: Tensor) -> Tensor:

@@ -138,8 +138,9 @@ def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: 
 
 
 def kind_of_proof(op: str) -> str:
-    """The op's kind of collective; with a norm behind it, it has kernels of its own."""
-    return KINDS[op] + "_norm" * op.endswith("_norm") + "_scaled" * op.startswith("scaled_")
+    """The op's kind of collective, and the form of what is sent: a scattered norm's is the plain reduce_scatter's."""
+    kind = KINDS[op]
+    return kind + "_norm" * (op.endswith("_norm") and kind == "all_reduce") + "_scaled" * op.startswith("scaled_")
 
 
 def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
@@ -269,8 +270,6 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
         return None
     if op.endswith("_norm") and name == "pipelined":
         return "pipelined has no norm"
-    if op == "matmul_reduce_scatter_norm" and (member.device.type != "cpu" or name == "fused"):
-        return "on CPUs alone, and chunked: no kernel for GPUs is proved"
     if dtype == torch.float64:
         return "float64 has no overlapped algorithm"
     if name == "pipelined":

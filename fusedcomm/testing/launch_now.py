@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder, Layout, layout_of
+from fusedcomm.plan.builder import Builder, Layout, RmsNorm, layout_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
@@ -88,7 +88,8 @@ def reduce_norm(
     workspace: Any,
     fingerprint: int,
 ) -> None:
-    _run("reduce_norm", workspace, fingerprint, normed, out, residual, weight, bias=bias, spans=spans, eps=eps)
+    tensors, options = (out, residual, normed, weight), {"scale": 1.0, "beside": True, "eps": eps}
+    _run("reduce", workspace, fingerprint, *tensors, bias=bias, spans=spans, **options)
 
 
 def norm(normed: Tensor, x: Tensor, weight: Tensor | None, eps: float, workspace: Any) -> None:
@@ -132,8 +133,9 @@ def _plan(name: str, workspace: Any, layouts: Sequence[Layout | None], options: 
     s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
     *tensors, bias = s.inputs
     if name == "reduce":
-        tensors, options = tensors[:1], {**options, "residual": tensors[1]}
-    if name in ("reduce", "reduce_norm"):
-        options = {**options, "bias": bias}
+        out, residual, *normed = tensors
+        tensors, options = [out], {**options, "residual": residual, "bias": bias}
+        if normed:
+            options["norm"] = RmsNorm(*normed, options.pop("eps"))
     getattr(launches, name)(s, *tensors, **options)
     return s.finish()

@@ -68,7 +68,7 @@ class KnownCall:
 
     def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
         if self.op == NORM:
-            given = (t.to(self.dtype) for t in (self.norm.residual + self.norm.sums.biases[0], self.norm.weight))
+            given = (t.to(self.dtype) for t in (self.norm.residuals[0] + self.norm.sums.biases[0], self.norm.weight))
             return torch.stack(fusedcomm.matmul_all_reduce_norm(x, w, *given, group, eps=0.0))
         if self.op == SCALED:
             rank, values = dist.get_rank(group), (t.to(torch.float8_e4m3fn) for t in (x, w))
@@ -82,7 +82,7 @@ class KnownCall:
     def wrong(self, result: Tensor, rank: int) -> str | None:
         """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""
         if self.op == NORM:
-            return difference(result, torch.stack(self.norm.results).to(self.dtype))
+            return difference(result, torch.stack(self.norm.results(rank)).to(self.dtype))
         if self.op == SCALED:
             return difference(result, self.scaled.results()[rank].to(self.dtype))
         return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])

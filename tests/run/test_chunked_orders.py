@@ -48,7 +48,8 @@ PARTIAL = Problem("partial bias", (12, 5), 3, op="matmul_all_reduce", bias=True,
 WHOLE_ROUNDS = Exchange.rounds
 ONE_SHOT = NormCase("matmul_all_reduce_norm", (12, 7), splits="one_shot")
 TWO_SHOT = NormCase("matmul_all_reduce_norm", (12, 7), splits="two_shot")
-PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM, PARTIAL, ONE_SHOT, TWO_SHOT]
+SCATTERED = NormCase("matmul_reduce_scatter_norm", (12, 7))
+PROBLEMS = [PUSH, TO_SLOT, BATCHED, EXCHANGE, ROWS, COLUMNS, SCATTER, SUM, PARTIAL, ONE_SHOT, TWO_SHOT, SCATTERED]
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,8 @@ class Run:
 
     def expected(self, seed: int) -> list[list[Tensor]]:
         if isinstance(self.problem, NormCase):
-            return [[t.to(self.dtype) for t in self.problem.problem(self.group_size, seed).results]] * self.group_size
+            problem = self.problem.problem(self.group_size, seed)
+            return [[t.to(self.dtype) for t in problem.results(rank)] for rank in range(self.group_size)]
         if isinstance(self.problem, Uneven):
             inputs = self.problem.inputs(self.group_size, seed)
             return [
