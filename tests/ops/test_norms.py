@@ -117,6 +117,8 @@ def test_values_by_kernels(rank: int, name: str) -> None:
             case = Case(shape, 2, has_bias=shape[0] == 3, has_weight=shape[0] == 5)
             op = "matmul_all_reduce_norm" if shape[0] == 3 else "all_reduce_norm"
             check(case.call(rank, dtype, op), case, dtype, op)
+        case = Case((4, 2, 97), 2)
+        check(case.call(rank, torch.bfloat16, SCATTERS), case, torch.bfloat16, SCATTERS)
 
 
 @on_ranks(2)

@@ -47,6 +47,8 @@ WIDE = shapes.matmul_all_to_all((16384, 8192), (8192, 8192), None, 0, 1, 2)  # 1
 UNEVEN = shapes.matmul_all_to_all((16384, 512), (512, 2051), None, 0, 1, 2, Splits(gather_size=32767, rank=0))
 ONE_SHOT = norm.one_shot((1024, 4096), 512, 1e-6, 2)
 DECODED_TAIL = norm.one_shot((4, 2048), 512, 1e-6, 2)
+SCATTERED = norm.reduce_scatter((16384, 4096), (4096, 4096), 1e-6, 0, 2)
+UNEVEN_ROWS = norm.reduce_scatter((16383, 4096), (4096, 4096), 1e-6, 0, 2, Splits(rank=0))
 TWO_SHOT = norm.two_shot((16384, 4096), (4096, 4096), 1e-6, 2)
 HUGE_ROW = shapes.matmul_all_to_all((4, 8), (8, 1 << 29), None, 0, 1, 2)
 
@@ -116,6 +118,9 @@ ESTIMATED = "estimated "
         ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), True, "fused", "CUDA graph: few rows"),
         ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), False, "unfused", "16 KiB per peer, a decode size"),
         ("matmul_all_reduce_norm", TWO_SHOT, BF16, member(), False, "chunked", ESTIMATED),
+        ("matmul_reduce_scatter_norm", SCATTERED, BF16, member(), True, "fused", ESTIMATED),
+        ("matmul_reduce_scatter_norm", UNEVEN_ROWS, BF16, member(), False, "chunked", ESTIMATED),
+        ("matmul_reduce_scatter_norm", UNEVEN_ROWS, BF16, member(), True, "unfused", "parts of different sizes, "),
         ("all_reduce_norm", TWO_SHOT, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("all_reduce_norm", TWO_SHOT, BF16, member(verdict=ACROSS), False, "unfused", "rank 1 is on another host"),
     ],
@@ -134,6 +139,22 @@ def test_each_rule(
     plan = planner.plan(op, exchange, dtype, us)
     assert plan.algorithm == algorithm, plan
     assert plan.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("exchange", [SCATTERED, UNEVEN_ROWS, FEW_ROWS, BATCHES])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_scattered_norm_has_the_wire_of_the_plain_op(capturing: list[bool], exchange: Exchange, graph: bool) -> None:
+    """Also after a proof that failed: a peer may have the plain op."""
+    capturing.append(graph)
+    for verdict in (ABLE, replace(ABLE, prove=True)):
+        us = member(verdict=verdict)
+        for kind in planner.KINDS.values() if verdict.prove else ():
+            names = [verdict.name_of_proof(kind, each, BF16, exchange.cut is not None) for each in ("chunked", "fused")]
+            us.outcomes.update(dict.fromkeys(names, "wrong values"))
+        plain, ours = (
+            planner.plan(f"matmul_reduce_scatter{form}", exchange, BF16, us) for form in ("", "_norm")
+        )
+        assert ours == replace(plain, op=ours.op) and ours.fingerprint == plain.fingerprint
 
 
 @pytest.mark.parametrize("name", [None, "chunked"])
