@@ -13,6 +13,7 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.exact_problem import NormProblem
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan.geometry import norm
+from fusedcomm.plan.geometry.cut import EVEN, Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from tests.helpers.plain_cases import Case
 
@@ -20,7 +21,9 @@ K = 5
 
 
 class NormCase(Case):
-    """``shape``: rows and columns of the sum; ``splits``: one_shot or two_shot, of an all_reduce."""
+    """``shape``: rows and columns of the sum. ``splits``: one_shot or two_shot, of an all_reduce; the last rank may get
+    one row less of a reduce_scatter.
+    """
 
     __slots__ = ()
 
@@ -34,7 +37,8 @@ class NormCase(Case):
 
     def problem(self, num_ranks: int, seed: int = 0) -> NormProblem:
         op, parts = ("matmul_reduce_scatter", num_ranks) if self.scatters else ("matmul_all_reduce", 1)
-        return NormProblem(PROGRAMS[op], MatmulSize(self.shape[0] // parts, K, self.shape[1]), num_ranks, seed)
+        rows, n = self.shape
+        return NormProblem(PROGRAMS[op], MatmulSize(-(-rows // parts), K, n), num_ranks, seed, uneven=rows % parts > 0)
 
     def tensors(self, rank: int, num_ranks: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor | None]:
         """The operands of the program, without memory for its results."""
@@ -49,8 +53,11 @@ class NormCase(Case):
         x = made(self.shape)
         if self.op.startswith("matmul"):
             x, ws = made((*lead, K)), [made((K, n))]
-        residual = made(self.shape).chunk(num_ranks if self.scatters else 1)[0]
-        return Arguments(x, ws, [made(n)], num_ranks, "", residual=residual, norm_weight=made(n), eps=0.0)
+        given = {"residual": made(self.shape), "norm_weight": made(n), "eps": 0.0}
+        if self.scatters:
+            given["residual"] = given["residual"].chunk(num_ranks)[rank].contiguous()
+        splits = Splits(rank=rank) if self.scatters and lead[0] % num_ranks else EVEN
+        return Arguments(x, ws, [made(n)], num_ranks, "", splits, **given)
 
 
 ONE_SHOT = NormCase("matmul_all_reduce_norm", (256, 192), splits="one_shot")  # in rounds

@@ -135,6 +135,13 @@ def writes_past_its_slot(rank: int, right: Plant, plan: Any, memory: Any, *args:
     return ran
 
 
+def wrong_norm(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
+    ran = right(plan, *args)
+    if rank == 1 and plan.op == "matmul_reduce_scatter_norm":
+        ran.returned[0][0, 0] += 1
+    return ran
+
+
 def wrong_where_copy_engines_send(rank: int, right: Plant, plan: Any, memory: Any, *args: Any) -> Any:
     ran = right(plan, memory, *args)
     if rank == 1 and memory.least_copied == 0:
@@ -158,6 +165,7 @@ PLANTED = {
     "raises everywhere": (raises_everywhere, "rank 0 raised MemoryError: planted"),
     "never waits": (never_waits, "gave wrong values: "),
     "forgets the bias": (forgets_the_bias, "rank 0 gave wrong values: "),
+    "wrong norm": (wrong_norm, "rank 1 gave wrong values: 1 of "),  # which peers of the plain op may have
     "overruns": (writes_past_its_slot, "guard bytes of rank 0's segment must stay as they are"),
 }
 
@@ -196,6 +204,7 @@ def test_what_is_right_is_used_and_proved_once(rank: int, tmp_path: Path, proble
         ("overruns", PUSH),
         ("wrong by copies", GATHER),
         ("wrong alone", GATHER),
+        ("wrong norm", REDUCE),
     ],
     ids=str,
 )
@@ -283,7 +292,8 @@ def test_a_norm_has_a_proof_of_its_own(rank: int, tmp_path: Path) -> None:
         ours = member_of(group)
         assert [*map(bool, ours.outcomes.values())] == [False, True]
         with mock.patch.object(proof, "SIZES", [MatmulSize(7, 5, 9)]):
-            assert proof._outcome("all_reduce_norm", "fused", torch.bfloat16, ours, False) == ""
+            for kind in ("all_reduce_norm", "reduce_scatter"):
+                assert proof._outcome(kind, "fused", torch.bfloat16, ours, False) == ""
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
-from tests.helpers.norm_cases import ONE_SHOT, OTHERS
+from tests.helpers.norm_cases import ONE_SHOT, OTHERS, SCATTERED, NormCase
 from tests.helpers.plain_cases import IN_ROUNDS, UNEVEN_IN_ROUNDS, Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
@@ -353,7 +353,7 @@ def order_of(cases: Sequence[Uneven | Case], device: Device = GPU, dtype: torch.
 
 @pytest.mark.parametrize("device", [GPU, CPU, CPU_WITH_HEAP], ids=["GPU", "CPU", "in place"])
 def test_nothing_races_and_no_wait_is_blocked(device: Device) -> None:
-    order = order_of([*UNEVEN, *UNEVEN_IN_ROUNDS], device)
+    order = order_of([*UNEVEN, *UNEVEN_IN_ROUNDS, NormCase(SCATTERED.op, (1537, 192))], device)
     assert not races(order) and not blocked_waits(order)
 
 

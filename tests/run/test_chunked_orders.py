@@ -175,6 +175,11 @@ def test_few_rows_and_copies_of_single_runs_are_right(problem: Problem, monkeypa
     check([0], problem, 3, by_product=True, num_calls=1)
 
 
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_a_norm_of_scattered_rows_by_one_kernel_is_right(group_size: int) -> None:
+    check([0], SCATTERED, group_size, algorithm="fused", num_calls=2)
+
+
 @pytest.mark.parametrize("problem", thorough_but([PUSH, COLUMNS], [PUSH, COLUMNS, SUM]), ids=str)
 def test_a_call_that_is_left_half_way_leaves_nothing_wrong(problem: Problem) -> None:
     """Nobody waits for ever. The peer learns who has left in which round, and its results are right or NaN."""
@@ -237,9 +242,10 @@ UNEVEN = {
     "gathered-k": Uneven(GATHER, (4, 7), gather_dim=1),
     "summed": Uneven(REDUCE, (7, 4), scatter_dim=0, bias=True),
     "summed-for-one": Uneven(REDUCE, (4, 5), scatter_dim=1, scatter=(5, 0)),
+    "summed-and-normed": NormCase("matmul_reduce_scatter_norm", (11, 7)),
     "summed-for-both": Uneven(REDUCE, (7, 4), scatter_dim=0, scatter=((0, 5), (2, 5))),
 }
-QUICK = ["heads", "heads-back", "summed-for-one"]
+QUICK = ["heads", "heads-back", "summed-for-one", "summed-and-normed"]
 
 
 def check_uneven(name: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
