@@ -207,15 +207,17 @@ def uneven(path: LaunchPath) -> Iterator[dict[str, Any]]:
 
 
 def norms(path: LaunchPath) -> Iterator[dict[str, Any]]:
-    """An all_reduce with a norm behind it, both ways."""
-    for way, algorithm in itertools.product(("one_shot", "two_shot"), ("chunked", "fused")):
-        x, w, residual = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 512), (512, 256), (64, 256)))
+    """An all_reduce with a norm behind it, both ways, and a reduce_scatter."""
+    for way, algorithm in itertools.product(("one_shot", "two_shot", "scattered"), ("chunked", "fused")):
+        rows, where = (64 // GROUP_SIZE, (0,)) if way == "scattered" else (64, ())
+        op = "matmul_reduce_scatter_norm" if where else "matmul_all_reduce_norm"
+        x, w, residual = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 512), (512, 256), (rows, 256)))
         given = x, w, residual, torch.ones(256, dtype=torch.bfloat16)
         at_once = mock.patch.object(norm, "goes_at_once", lambda *args, way=way: way == "one_shot")
         with member(path) as workspace, at_once, fusedcomm.force_algorithm(algorithm, strict=True):
             path.gpu.know(given)
-            found = path.case(way, partial(fusedcomm.matmul_all_reduce_norm, *given))
-            yield found | _facts("matmul_all_reduce_norm", "bfloat16", algorithm, False, 1, workspace)
+            found = path.case(way, partial(getattr(fusedcomm, op), *given, *where))
+            yield found | _facts(op, "bfloat16", algorithm, False, 1, workspace)
 
 
 def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:

@@ -296,15 +296,20 @@ def launched_rounds(case: dict[str, Any]) -> int:
 
 @pytest.mark.thorough
 def test_norms_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
-    """At most three launches one_shot, of which cuBLAS has one; two_shot is the all_reduce and a norm."""
+    """At most three launches one_shot, of which cuBLAS has one; two_shot is the all_reduce and a norm; scattered, the
+    reduce_scatter, whose last kernel norms.
+    """
     found = {(case["case"], case["algorithm"]): case for case in calls if case["suite"] == "norms"}
-    assert len(found) == 4
+    assert len(found) == 6
     for (way, algorithm), case in found.items():
         assert case["refused"] is None, case
         streams = {0: "main"} | {int(handle): name for handle, name in case["streams"].items()}
         launched = [(each["kernel"].removesuffix("_kernel"), streams[each["stream"]]) for each in case["launches"]]
         if way == "two_shot":
             assert launched == [*sequence({**case, "op": "matmul_all_reduce"}), ("norm", "main")]
+        elif way == "scattered":
+            *before, _ = sequence({**case, "op": "matmul_reduce_scatter"})
+            assert launched == [*before, ("reduce_norm", "main")]
         elif algorithm == "fused":
             assert launched == [("pack", "main"), ("reduce_norm", "main")]
         else:
