@@ -173,7 +173,9 @@ class InPlace:
                 posted = workspace.posted(src, self.result.nbytes, 0, self.fingerprint)
                 if posted is not None:
                     self.posted[src] = posted.view(dtype).view(rows)
+        guarded = workspace.posted_result
         workspace.end_round(self.op, self.fingerprint)
+        workspace.posted_result = guarded  # which peers write in the next round
         return found
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -330,6 +330,25 @@ def test_waits_are_needed_and_results_come_in_place(rank: int) -> None:
         dist.barrier(group)
         if rank == 1:
             dispatch(group, value=9)
+        dist.barrier(group)
+
+
+@on_ranks(2)
+def test_a_write_behind_a_peers_result_is_found(rank: int) -> None:
+    with fresh_group(CHECK="1") as group:
+        for _ in range(WARM_UP + 2):
+            dispatch(group)
+        send = InPlace.send
+
+        def too_far(self: InPlace, *args: Any) -> Tensor:
+            heap, result = self.workspace.results.buffers[0], self.posted[0]
+            heap[result.data_ptr() - heap.data_ptr() + result.nbytes] ^= 1
+            return send(self, *args)
+
+        with nullcontext() if rank == 0 else mock.patch.object(InPlace, "send", too_far):
+            found = pytest.raises(fusedcomm.PeerError, match="rank 0's result")
+            with found if rank == 0 else suppress(fusedcomm.PeerError):
+                dispatch(group)
         dist.barrier(group)
 
 

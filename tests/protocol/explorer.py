@@ -54,7 +54,7 @@ def explore(model: Model[S], max_states: int = 2_000_000) -> Outcome:
 def _explore(model: Model[S], max_states: int) -> Outcome:
     first = model.initial()
     came_from: dict[S, tuple[S, str] | None] = {first: None}
-    pending = deque([first])
+    pending, has_ended = deque([first]), False
     while pending:
         state = pending.popleft()
         try:
@@ -63,6 +63,7 @@ def _explore(model: Model[S], max_states: int) -> Outcome:
             # A fault need not come, so it must not be what ends a wait.
             if not own and not model.finished(state):
                 raise Violation("deadlock: every rank waits")
+            has_ended |= not own
         except Violation as violation:
             return Outcome(len(came_from), str(violation), _trace(came_from, state))
         for label, after in (*own, *faults):
@@ -71,6 +72,7 @@ def _explore(model: Model[S], max_states: int) -> Outcome:
                 pending.append(after)
         if len(came_from) > max_states:
             raise RuntimeError(f"the model must have at most {max_states} states: take fewer rounds or ranks")
+    assert has_ended, "a step must lead to another state"
     return Outcome(len(came_from), None)
 
 

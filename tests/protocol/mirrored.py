@@ -17,6 +17,9 @@ MIRRORED: Mirrors = {
         ),
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
     },
+    "words._Rows": {
+        "fusedcomm/run/routed_rows.py:InPlace": ("counts send collect _slot _signal _wait", "51ad62e25edb"),
+    },
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (
             "enter check check_peers signal _must_stop wait breakers end_round handshake",

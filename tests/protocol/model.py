@@ -5,6 +5,7 @@ Checks, by the names that violations begin with:
     deadlock                          somebody waits for what never comes, and no time-out is allowed
     read before the matching write    without faults, and after a reset
     overwrite of unread data          the same
+    rows placed before the counts     always
     error without a fault             the same
     wrong data without an error       always: a round that a rank takes for good holds words of another round
     error before the end              if ranks end and nothing else is wrong: a round that they had completed
@@ -37,6 +38,8 @@ class ProtocolModel:
             "signal": self._signal,
             "wait": self._wait,
             "read": self._read,
+            "show": self._write,
+            "fetch": self._read,
             "finish": self._finish,
             "arrive": self._arrive,
             "depart": self._depart,
@@ -44,9 +47,10 @@ class ProtocolModel:
         }
         # The receive step that reads what src wrote: data are unread until it is done.
         self.reads = [
-            {(s.other, s.segment, s.epoch): i for i, s in enumerate(each.receives) if s.what == "read"}
+            {(s.other, s.segment, s.epoch): i for i, s in enumerate(each.receives) if s.what in ("read", "fetch")}
             for each in self.programs
         ]
+        self.fetches = any(step.what == "fetch" for each in self.programs for step in each.receives)
 
     def initial(self) -> State:
         empty: tuple[Stamp, ...] = ((),) * (self.num_segments * self.size * self.rules.num_slots * self.size)
@@ -147,23 +151,33 @@ class ProtocolModel:
         yield from self.results.entered(sent(state, r), r, step)
 
     def _write(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
+        peers = [peer for peer in range(self.size) if peer != r]
+        if step.counts and any(rank.received <= self.reads[r][src, step.segment, step.counts] for src in peers):
+            raise Violation(f"rows placed before the counts: {_label(r, step)}")
         if rank.matched and self.results.fits(rank, step):
             yield ", in place", self.results.write(state, r, rank, step)
             return
         cell = self._cell(step, step.other, step.slot, r)
         segment, failed = rank.gave_up
         if rank.error and self.rules.gives_up_earlier and segment == step.segment and 1 < failed < step.epoch:
-            broken = with_word(state.broken, self._broken(segment, step.other, r), failed)
-            if broken != state.broken:
-                yield ", gives up on the round before", state._replace(broken=broken)
-                return
+            for dst in peers if self.fetches and self.rules.tells_readers else [step.other]:
+                broken = with_word(state.broken, self._broken(segment, dst, r), failed)
+                if broken != state.broken:
+                    yield ", gives up on the round before", state._replace(broken=broken)
+                    return
         after = self.results.past_mark(state, r, rank)
-        if self._strict(state, step) and self._unread(state, step.other, r, state.data[cell]):
-            raise Violation(f"overwrite of unread data: {_label(r, step)} over round {state.data[cell][1]}")
+        for src in range(self.size) if self._strict(state, step) else ():
+            stamp = state.data[self._cell(step, step.other, step.slot, src)]
+            if stamp[:2] != (step.segment, step.epoch) and self._unread(state, step.other, src, stamp):
+                raise Violation(f"overwrite of unread data: {_label(r, step)} over round {stamp[1]}")
         yield "", after._replace(data=with_word(state.data, cell, (step.segment, step.epoch, step.op)))
 
     def _unread(self, state: State, owner: int, src: int, stamp: Stamp) -> bool:
-        return bool(stamp) and state.ranks[owner].received <= self.reads[owner][src, stamp[0], stamp[1]]
+        """The owner's own rows are for its peers."""
+        readers = [owner] if src != owner else [rank for rank in range(self.size) if rank != owner]
+        return bool(stamp) and any(
+            state.ranks[rank].received <= self.reads[rank][src, stamp[0], stamp[1]] for rank in readers
+        )
 
     def _signal(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         cell = self._cell(step, step.other, step.epoch % self.rules.num_slots, r)
@@ -197,7 +211,11 @@ class ProtocolModel:
     def _read(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         stamp = self.results.found(state, r, step)
         if stamp is None:
-            stamp = state.data[self._cell(step, r, step.slot, step.other)]
+            owner = step.other if step.what == "fetch" else r
+            stamp = state.data[self._cell(step, owner, step.slot, step.other)]
+            latest = max(state.data[self._cell(step, owner, step.slot, src)] for src in range(self.size))
+            if latest[:2] > (step.segment, step.epoch):  # rows lie anywhere in a slot, and chunks have any size
+                stamp = latest
         matching = (step.segment, step.epoch, step.op)
         if stamp != matching and self._strict(state, step):
             late = "overwrite of unread data" if stamp > matching else "read before the matching write"

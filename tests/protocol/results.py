@@ -155,7 +155,7 @@ class ResultsInPlace:
 
     def past_mark(self, state: State, r: int, rank: Rank) -> State:
         """The state after a chunk has gone into the slot, which has no mark."""
-        return self._past(put(state, r, rank._replace(matched=False, place=())), r, ("write", "mark"))
+        return self._past(put(state, r, rank._replace(matched=False, place=())), r, ("write", "show", "mark"))
 
     def _mark(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         after = put(state, r, self._after(rank._replace(sent=rank.sent + 1), "mark"))

@@ -14,6 +14,8 @@ from fusedcomm.memory.segment import NUM_SLOTS
 from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.uneven import Uneven
+from tests.protocol.words import COMBINE as COMBINED
+from tests.protocol.words import DISPATCH as DISPATCHED
 from tests.protocol.words import Traffic, Word, words
 
 
@@ -53,6 +55,8 @@ class Rules:
     finds_dead: bool = True  # a host that waits looks whether its peers live
     checks_broken_after_reads: bool = True
     gives_up_earlier: bool = True  # a device that failed in f says so on f - 1 too, before it pushes f + 1
+    tells_readers: bool = True  # it says so to all ranks, of which any may read a slot, not to the slot's owner alone
+    rows_after_counts: bool = True  # a dispatch places rows when all ranks' counts are there
     new_segment: bool = True  # a reset makes a new segment
     drains: bool = True  # a rank waits for its device before it comes to a reset
     clears_before_agreement: bool = True  # a rank clears its own header in a reset
@@ -70,6 +74,7 @@ class Call:
     size: int = 1  # the size of the result, which peers of another size do not know from the op
     layout: int = 0  # where its chunks are in the result, which peers do not know from the op either
     sizes: tuple[int, ...] = ()  # that of each rank, where parts differ in size: all ranks know these from the op
+    counts_first: bool = False  # its last round's writes go where the counts of the round before say
 
     def size_on(self, rank: int) -> int:
         return self.sizes[rank] if self.sizes else self.size
@@ -113,6 +118,8 @@ PLAIN_PUSH = replace(PUSH, traffic=_plain("all_to_all", 0, 1))
 PLAIN_GATHER = replace(GATHER, traffic=_plain("all_gather", 0, None))
 PLAIN_REDUCE = replace(REDUCE, traffic=_plain("reduce_scatter", None, 0))
 PLAIN_ALL_REDUCE = replace(ALL_REDUCE, traffic=_plain("all_reduce", None, None))
+DISPATCH = Call(10, Traffic(lambda group_size: DISPATCHED), counts_first=True)
+COMBINE = Call(11, Traffic(lambda group_size: COMBINED))
 GATHERED_K = replace(PUSH, traffic=Traffic(_even((12, 6), 4, 0, 1, op="all_to_all_matmul")))  # the same exchange
 Script = tuple[Call, ...]
 AT_ONCE = ("stamp", "place", "mark")
@@ -176,6 +183,7 @@ class Step(NamedTuple):
     layout: int = 0
     last: int = 0  # the last epoch of the call
     at_once: bool = False  # whether it is one step with the one before
+    counts: int = 0  # the epoch of the counts that say where it writes
 
 
 class Programs(NamedTuple):
@@ -233,22 +241,32 @@ class _Segment:
     def _send(self, word: Word, before: Sequence[Word]) -> None:
         rules, of_round = self.rules, [each for each in before if each.epoch == word.epoch]
         after = self.received[word.after]
+        call, last = self.calls[word.epoch - 1]
+        has_counts = call.counts_first and word.epoch == last
+        if has_counts and not self.rules.rows_after_counts:
+            after = self.received[next(each.after for each in before if each.epoch == word.epoch - 1)]
         if not self.rules.reads_before_next_signals:
             after = max((i + 1 for i, what in enumerate(self.kinds[:after]) if what == "wait"), default=0)
-        last = self.calls[word.epoch - 1][1]
         if not of_round and (word.epoch == 1 or self.calls[word.epoch - 2][1] != last):
             self.sends.append(self._step("enter", word._replace(other=self.rank), self._posted(word, after)))
         if word.what == "post":
             self.sends += [self._step(what, word, self._posted(word, after)) for what in rules.results.post]
+        elif word.what == "show":
+            self.sends.append(self._step("show", word, after))
         elif word.what == "signal":
-            chunk = [each.what for each in of_round if each.other == word.other and each.what != "post"]
+            of_chunk = [each for each in before if each.epoch == word.epoch - has_counts and each.what == "look"]
+            of_chunk = [each for each in (*of_chunk, *of_round) if each.other == word.other and each.what != "post"]
+            chunk = [each.what for each in of_chunk]
             if "write" not in chunk:
                 order = ("signal",) * rules.signals_empty_chunks
             elif "look" in chunk:
                 order = rules.results.chunk
             else:
                 order = ("write", "signal") if rules.data_before_flag else ("signal", "write")
-            self.sends += [self._step(what, word, after) for what in order]
+            for what in order:
+                looks = has_counts and what in ("look", "place")
+                of = of_chunk[0] if looks else word
+                self.sends.append(self._step(what, of, self.received[of.after] if looks else after))
 
     def _posted(self, word: Word, after: int) -> int:
         """How far the receives must be before a post of the round."""
@@ -264,8 +282,9 @@ class _Segment:
         if what == "enter" and not self._posts(last):
             size = 0
         at_once = self.scenario.whole_posts and what in AT_ONCE
-        of_result = size, call.layout
-        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, *of_result, last, at_once)
+        facts = size, call.layout, last, at_once
+        counts = word.epoch - 1 if call.counts_first and what == "write" and word.epoch == last else 0
+        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, *facts, counts)
 
     def _posts(self, last: int) -> bool:
         """Whether peers may write the result of the call in place."""

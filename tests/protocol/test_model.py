@@ -12,6 +12,8 @@ from tests.protocol.model import ProtocolModel
 from tests.protocol.programs import ProgramModel, ProgramRules
 from tests.protocol.scenario import (
     ALL_REDUCE,
+    COMBINE,
+    DISPATCH,
     EMPTY,
     EMPTY_FROM_0,
     GATHER,
@@ -69,6 +71,8 @@ CALLS = {
     "replays-with-device-slots": (*REPLAYS, *REPLAYS),
     "replays-with-fixed-slots-and-barriers": (captured(1), HANDSHAKE) * 3,
     "grown": (PUSH, GATHER, HANDSHAKE, RESET, GATHER, PUSH),
+    "rows": (DISPATCH, COMBINE, DISPATCH, COMBINE),
+    "rows-among-others": (COMBINE, PUSH, COMBINE, GATHER, DISPATCH),
 }
 
 
@@ -141,6 +145,10 @@ HOST_FAULTS = {
     "dead-and-found": on_host(2, *MIXED, dies=(0,)),
     "another-op": Scenario(with_another_op(RESET, PUSH), mismatched=True),
     "one-call-fewer": Scenario(((PUSH, GATHER), (PUSH,)), mismatched=True, timeouts=True),
+    "rows-late-or-dead": on_host(2, DISPATCH, COMBINE, RESET, COMBINE, DISPATCH, **LATE_OR_DEAD),
+    "rows-leave": on_host(2, DISPATCH, COMBINE, PUSH, RESET, COMBINE, leaves=(0, 1)),
+    "rows-end": on_host(2, DISPATCH, COMBINE, COMBINE, DISPATCH, ends=(0, 1)),
+    "rows-late-3-ranks": on_host(3, COMBINE, timeouts=True, dies=(0,)),
 }
 DEVICE_FAULTS = {
     "late-or-dead": on_device(2, PUSH, GATHER, PUSH, RESET, PUSH, timeouts=True),
@@ -150,6 +158,13 @@ DEVICE_FAULTS = {
     "leaves": on_device(2, *MIXED, RESET, GATHER, PUSH, leaves=(0, 1)),
     "ends": on_device(2, PUSH, GATHER, ALL_REDUCE, PUSH, ends=(0, 1)),
     "another-op": Scenario(with_another_op(), mismatched=True, device=True),
+    "rows-late": on_device(2, *(COMBINE,) * 4, timeouts=True),
+    "rows-leave": on_device(2, DISPATCH, COMBINE, COMBINE, RESET, COMBINE, leaves=(0, 1)),
+    "rows-end": on_device(2, DISPATCH, COMBINE, COMBINE, PUSH, ends=(0, 1)),
+    "rows-late-3-ranks": on_device(3, COMBINE, timeouts=True),
+    "another-op-beside-rows": Scenario(
+        ((COMBINE, PUSH), (COMBINE, PUSH), (COMBINE, OTHER_OP, PUSH)), mismatched=True, device=True
+    ),
 }
 
 
@@ -172,6 +187,9 @@ LONG = {
     "host-late": on_host(3, PUSH, PUSH, RESET, PUSH, timeouts=True),
     "host-dead": on_host(3, PUSH, PUSH, timeouts=True, dies=(0,)),
     "host-ends": on_host(3, PUSH, GATHER, REDUCE, ends=(0, 1)),
+    "host-rows": on_host(3, DISPATCH, timeouts=True),
+    "host-rows-dead": on_host(3, DISPATCH, COMBINE, dies=(0,)),
+    "device-rows": on_device(3, DISPATCH, timeouts=True),
     "host-leaves": on_host(3, PUSH, REDUCE, RESET, PUSH, leaves=(0,)),
     "device-late": on_device(3, PUSH, PUSH, timeouts=True),
     "device-dead": on_device(3, PUSH, timeouts=True, dies=(0,)),
@@ -238,6 +256,21 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
     ),
     "pushes-after-a-failure-untold": (DEVICE_FAULTS["another-op"], Rules(gives_up_earlier=False), WRONG),
     "pushes-after-a-time-out-untold": (DEVICE_FAULTS["late-or-dead"], Rules(gives_up_earlier=False), WRONG),
+    "rows-sent-before-all-counts": (
+        on_device(3, DISPATCH),
+        Rules(rows_after_counts=False),
+        "rows placed before the counts",
+    ),
+    "rows-of-one-slot": (on_host(2, DISPATCH), Rules(num_slots=1), OVERWRITE),
+    "rows-read-without-a-wait": (on_host(2, COMBINE), Rules(waits=False), EARLY),
+    "rows-of-peers-read-from-one-slot": (on_host(2, COMBINE, COMBINE), Rules(num_slots=1), OVERWRITE),
+    "rows-overwritten-beside-their-readers": (
+        on_device(3, COMBINE, PUSH, PUSH),
+        Rules(reads_before_next_signals=False),
+        OVERWRITE,
+    ),
+    "rows-shown-after-a-failure-untold": (DEVICE_FAULTS["rows-late"], Rules(gives_up_earlier=False), WRONG),
+    "readers-of-a-slot-untold": (DEVICE_FAULTS["another-op-beside-rows"], Rules(tells_readers=False), WRONG),
 }
 
 

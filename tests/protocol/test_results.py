@@ -12,6 +12,8 @@ import pytest
 
 from tests.protocol.scenario import (
     ALL_REDUCE,
+    COMBINE,
+    DISPATCH,
     EMPTY_FROM_0,
     GATHER,
     HANDSHAKE,
@@ -57,6 +59,9 @@ SCENARIOS = {
     "uneven": two(UNEVEN, PUSH, UNEVEN),
     "other-parts": Scenario((PARTS, OTHER_PARTS), mismatched=True, blocks=1),
     "3-ranks": three(PUSH, offers=(0,)),
+    "rows": two(DISPATCH, COMBINE, DISPATCH),
+    "rows-late": two(DISPATCH, PUSH, timeouts=True),
+    "rows-leave": two(DISPATCH, DISPATCH, leaves=(0,)),
 }
 
 
@@ -93,6 +98,9 @@ PLANTED: dict[str, tuple[str, Rules | ResultRules, str]] = {
     "freed-before-the-waits": ("two-calls", ResultRules(holds_until="signal"), FINISHED),
     "block-of-a-late-call-used-again": ("late", ResultRules(retires=False), FINISHED),
     "block-of-a-left-call-used-again": ("leaves", ResultRules(retires=False), FINISHED),
+    "post-of-earlier-counts-is-taken": ("rows", ResultRules(compares_epoch=False), FINISHED),
+    "any-mark-of-rows-is-taken": ("rows", ResultRules(mark_names="nothing"), EARLY),
+    "block-of-left-rows-used-again": ("rows-leave", ResultRules(retires=False), FINISHED),
     "reset-forgets-who-has-a-block": ("late-and-reset", ResultRules(heap_after_reset="forgotten"), TAKEN),
 }
 

@@ -6,22 +6,27 @@ A rank has two programs, as it has streams: what it sends, and what it receives.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, Node
 from tests.helpers.schedule.kernel_effects import EPOCH, WORD, Group
-from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, exchange_of, memory_of, schedule
+from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, exchange_of, memory_of, schedule, token_schedules
+from tests.helpers.schedule.operations import Flag, Kind, Step
 from tests.helpers.schedule.region import Region
 from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
 
-SLOT_BYTES, ITEM_BYTES = 1 << 14, 2
+SLOT_BYTES, ITEM_BYTES = 1 << 16, 2
+DISPATCH, COMBINE = "dispatch", "combine"  # problems of rows that go to experts and come back
 BY_KERNELS = GPU._replace(least_copied=1 << 62)
 
 
@@ -29,14 +34,14 @@ BY_KERNELS = GPU._replace(least_copied=1 << 62)
 class Traffic:
     """A call. ``algorithm``: on a device; a host has `chunked` alone."""
 
-    problem: Callable[[int], Problem | Uneven | Case]  # by group_size
+    problem: Callable[[int], Problem | Uneven | Case | str]  # by group_size
     algorithm: str = "fused"
     num_rounds: int = 1
 
 
 class Word(NamedTuple):
-    what: str  # "post", "look", "write" or "signal"; or "wait", "read" or "finish"
-    other: int  # rank
+    what: str  # "post", "look", "write", "show" or "signal"; or "wait", "read", "fetch" or "finish"
+    other: int  # rank; "show" writes the own slot, which all peers "fetch"
     epoch: int
     after: int  # words of the other program that come before, by the rank's own streams, events and flag
 
@@ -53,13 +58,22 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
     group, facts = Group("group", tuple(range(group_size))), CPU_WITH_HEAP if in_place else CPU
     memory = memory_of(rank, group_size, SLOT_BYTES)
     walk, num_rounds = Walk(rank, [group], [memory], posts=in_place), list[int]()
-    chunk_bytes: dict[int, int] = {}  # by epoch
+    chunk_bytes: dict[int, int] = {}  # by epoch; 0: rows anywhere in the slot; -1: the slot of a peer is read
     for call in calls:
         before = walk.epochs[group.name]
+        problem = None if call is None else call.problem(group_size)
         if call is None:
             walk.epochs[group.name] += 1
+        elif isinstance(problem, str):
+            if device:
+                walk.call(token_schedules(memory, BY_KERNELS)[problem == COMBINE], group)
+            else:
+                getattr(_Rows(walk, group, in_place), problem)()
+            counts = _counts_bytes(group_size)
+            kinds = [counts, 0 if device else counts] if problem == DISPATCH else [-1]
+            chunk_bytes |= dict(zip(range(before + 1, walk.epochs[group.name] + 1), kinds, strict=True))
         else:
-            problem, algorithm = call.problem(group_size), call.algorithm if device else "chunked"
+            algorithm = call.algorithm if device else "chunked"
             num_bytes = exchange_of(problem, memory).chunk_numel * ITEM_BYTES // call.num_rounds
             cut = memory._replace(max_chunk_bytes=max(num_bytes, ITEM_BYTES))
             walk.call(schedule(problem, cut, BY_KERNELS if device else facts, algorithm), group)
@@ -67,28 +81,105 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
         num_rounds.append(walk.epochs[group.name] - before)
     order = HappensBefore([walk.enqueued])
     nodes = [node for each in order.by_operation.values() for node in each]
-    sends = list(_sends(nodes, group, rank, memory.layout.header_bytes))
+    shown = {epoch for epoch, kind in chunk_bytes.items() if kind < 0}
+    sends = list(_sends(nodes, group, rank, memory.layout.header_bytes, shown))
     receives = list(_receives(nodes, group, rank, memory.layout.header_bytes, chunk_bytes))
     return Words(_placed(order, sends, receives), _placed(order, receives, sends), num_rounds)
+
+
+class _Rows:
+    """What `fusedcomm.run.routed_rows.InPlace` does, which has no schedule (tests/protocol/mirrored.py)."""
+
+    def __init__(self, walk: Walk, group: Group, posts: bool) -> None:
+        self.walk, self.group, self.posts, self.rank = walk, group, posts, walk.rank
+        self.peers, self.sources = (order(self.rank, len(group.ranks)) for order in (peers_of, sources_of))
+        self.peers.remove(self.rank)
+        self.sources.remove(self.rank)
+
+    def dispatch(self) -> None:
+        posts, epoch = f"posts of {self.group.name}", self.walk.epochs[self.group.name] + 1
+        if self.posts:
+            self._do(signals=[Flag(posts, dst, self.rank, epoch) for dst in self.peers])
+        for dst in self.peers:
+            self._do(writes=[self._slot(dst, self.rank)])
+            self._signal(dst)
+        for src in self.sources:
+            self._wait(src)
+            self._do(reads=[self._slot(self.rank, src)])
+            if self.posts:
+                self._do(waits=[Flag(posts, self.rank, src, epoch)])
+        self._end_round()
+        for dst in self.peers:
+            self._do(writes=[Region(f"result on rank {dst}", 0, WORD) if self.posts else self._slot(dst, self.rank)])
+            self._signal(dst)
+        for src in self.sources:
+            self._wait(src)
+            self._do(reads=[self.group.mark(self.rank, src) if self.posts else self._slot(self.rank, src)])
+        self._end_round()
+
+    def combine(self) -> None:
+        self._do(writes=[self._slot(self.rank)])
+        for dst in self.peers:
+            self._signal(dst)
+        for src in self.sources:
+            self._wait(src)
+            self._do(reads=[self._slot(src)])
+        self._end_round()
+
+    def _do(self, **accesses: Any) -> None:
+        self.walk.enqueue(Kind.ELEMENTS, "rows", [Step(**accesses)], self.walk.stream(0))
+
+    def _signal(self, dst: int) -> None:
+        self._do(signals=[Flag(self.group.name, dst, self.rank, self.walk.epochs[self.group.name] + 1)])
+
+    def _wait(self, src: int) -> None:
+        self._do(waits=[Flag(self.group.name, self.rank, src, self.walk.epochs[self.group.name] + 1)])
+
+    def _end_round(self) -> None:
+        self._do(writes=[Region(self.group.segment(self.rank), EPOCH, WORD)])
+        self.walk.epochs[self.group.name] += 1
+
+    def _slot(self, owner: int, part: int = 0) -> Region:
+        layout, epoch = self.walk.memories[self.group.name].layout, self.walk.epochs[self.group.name] + 1
+        start = (
+            layout.header_bytes + epoch % layout.num_slots * SLOT_BYTES + part * _counts_bytes(len(self.group.ranks))
+        )
+        return Region(self.group.segment(owner), start, WORD)
+
+
+def _counts_bytes(group_size: int) -> int:
+    """Of a rank, in `token_schedules`."""
+    return 2 * group_size * torch.int64.itemsize
 
 
 _Found = tuple[str, int, int, Node]  # what, the other rank, epoch
 
 
-def _sends(nodes: Sequence[Node], group: Group, rank: int, header_bytes: int) -> Iterator[_Found]:
-    chunk: dict[int, dict[str, Node]] = defaultdict(dict)  # by dst_rank: what comes before its signal
+def _sends(
+    nodes: Sequence[Node], group: Group, rank: int, header_bytes: int, shown: Collection[int]
+) -> Iterator[_Found]:
+    chunk: dict[int, dict[str, tuple[int, Node]]] = defaultdict(dict)  # by dst_rank: what comes before its signal
+    own: Node | None = None
     for node in nodes:
         for flag in node.step.waits:
             if flag.group != group.name:
-                chunk[flag.src_rank]["look"] = node
+                chunk[flag.src_rank]["look"] = flag.epoch, node
         for dst_rank in group.ranks:
-            if dst_rank != rank and any(_is_chunk(each, group, dst_rank, header_bytes) for each in node.step.writes):
-                chunk[dst_rank].setdefault("write", node)
+            if any(_is_chunk(each, group, dst_rank, header_bytes) for each in node.step.writes):
+                if dst_rank != rank:
+                    chunk[dst_rank].setdefault("write", (0, node))
+                else:
+                    own = node
         for flag in node.step.signals:
             if flag.group != group.name:
                 yield "post", flag.dst_rank, flag.epoch, node
-            elif flag.dst_rank != rank:
-                yield from ((what, flag.dst_rank, flag.epoch, at) for what, at in chunk.pop(flag.dst_rank, {}).items())
+                continue
+            if own is not None and flag.epoch in shown:
+                yield "show", rank, flag.epoch, own
+            own = None
+            if flag.dst_rank != rank:
+                before = chunk.pop(flag.dst_rank, {})
+                yield from ((what, flag.dst_rank, epoch or flag.epoch, at) for what, (epoch, at) in before.items())
                 yield "signal", flag.dst_rank, flag.epoch, node
     assert not chunk, "what is written is signalled"
 
@@ -111,12 +202,16 @@ def _receives(
                 found.setdefault(("wait", flag.src_rank, flag.epoch), node)
         marked = [src for src in group.ranks if group.mark(rank, src) in node.step.reads]
         found.update({("read", src_rank, epoch): node for src_rank in marked})
-        for region in node.step.reads:
-            if region.memory == group.segment(rank) and region.start >= header_bytes:
-                src_rank = (region.start - header_bytes) % SLOT_BYTES // chunk_bytes[epoch]
-                found.pop(("read", src_rank, epoch), None)  # one of parts, or for another result
+        for owner, region in ((owner, each) for each in node.step.reads for owner in group.ranks):
+            if region.memory != group.segment(owner) or region.start < header_bytes:
+                continue
+            kind = chunk_bytes[epoch]
+            whole = [("fetch", owner)] if kind < 0 else [("read", src) for src in group.ranks]
+            part = (region.start - header_bytes) % SLOT_BYTES // kind if kind > 0 else 0
+            for what, src_rank in [("read", part)] if kind > 0 else whole:
+                found.pop((what, src_rank, epoch), None)  # one of parts, or for another result
                 if src_rank != rank:
-                    found["read", src_rank, epoch] = node
+                    found[what, src_rank, epoch] = node
         if Region(group.segment(rank), EPOCH, WORD) in node.step.writes:
             found["finish", rank, epoch] = node
             epoch = next(epochs, 0)

@@ -211,24 +211,31 @@ def calls(problems: Sequence[Problem | Uneven | Case], dtype: torch.dtype = BF16
     return program
 
 
-def of_tokens(call: Calls) -> None:
-    """Dispatches and combines of rows, which read slots of other ranks, and a call of another kind behind them."""
-    (group, *_), k, capacity = call.groups, 2, 64 * call.world.group_size
-    memory, num_experts = call.walk.memories[group.name], 2 * call.world.group_size
+def token_schedules(memory: Memory, device: Device) -> list[Schedule]:
+    """A dispatch, a combine, and a dispatch by a routing that is there."""
+    k, size = 2, memory.group_size
+    num_experts, capacity = 2 * size, 64 * size
     x, rows = (torch.empty(num, 64, dtype=BF16, device="meta") for num in (128, capacity))
     ids, scores = (torch.empty(128 * k, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
-    packed = torch.empty(packed_shape(128 * k, num_experts, call.world.group_size), dtype=torch.int64, device="meta")
+    packed = torch.empty(packed_shape(128 * k, num_experts, size), dtype=torch.int64, device="meta")
     sizes = {"num_experts": num_experts, "capacity": capacity, "alignment": 8}
 
     def schedule_of(program: Any, *tensors: Tensor, **facts: Any) -> Schedule:
-        s = Builder(memory, call.world.device, _layouts(*tensors))
-        return call.world.changed(memory.rank, s.finish(*program(s, *s.inputs, k=k, **facts)))
+        s = Builder(memory, device, _layouts(*tensors))
+        return s.finish(*program(s, *s.inputs, k=k, **facts))
 
-    found = [
+    return [
         schedule_of(routed_rounds.dispatch, x, ids, **sizes),
         schedule_of(routed_rounds.combine, rows, scores, packed, num_tokens=128, return_received=True),
         schedule_of(routed_rounds.send, x, scores, packed, capacity=capacity),
     ]
+
+
+def of_tokens(call: Calls) -> None:
+    """Dispatches and combines of rows, which read slots of other ranks, and a call of another kind behind them."""
+    group, *_ = call.groups
+    memory = call.walk.memories[group.name]
+    found = [call.world.changed(memory.rank, each) for each in token_schedules(memory, call.world.device)]
     for each in (*found, found[1], *found):
         call.walk.call(each, group)
     call(Problem("rows", (256, 128), 256, scatter_dim=0, op="matmul_reduce_scatter", bias=True), group)
