@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tests.faults import prepared_calls
-from tests.faults.known_calls import NORM, SCALED
-from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, STOPPING
+from tests.faults.known_calls import COMBINE, DISPATCH, NORM, SCALED
+from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, ROWS, STOPPING
 from tests.helpers.problems import OPS
 
 TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0, "pipelined": 4.0}  # Triton's interpreter is slow
@@ -84,8 +84,10 @@ class Cell:
             return False
         if self.op == "matmul_all_reduce":  # the second round is still to come
             return self.step != "launch-unpack"
-        receives = (f"launch-{each}" for each in ("reduce", "reduce_norm", "unpack", "gather_matmul"))
-        return self.step not in ("wait", "read", "end", *receives)
+        if self.op == DISPATCH:
+            return self.step != "launch-take_rows"
+        receives = (f"launch-{each}" for each in ("reduce", "reduce_norm", "unpack", "gather_matmul", "add_rows"))
+        return self.step not in ("wait", "read", "rows", "end", *receives)
 
 
 def _chunked(op: str) -> Iterator[tuple[str, str]]:
@@ -136,9 +138,12 @@ _PAIRS = (
     ("pipelined", _by_group, False),
     ("chunked", prepared_calls.faults_and_steps, True),
 )
+_OF_ROWS = ("enter", "signal", "wait", *ROWS, "end")
 _OTHERS = {  # steps of ops that share the protocol of the five
     NORM: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")},
     SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
+    DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", "launch-send_rows", "launch-take_rows")},
+    COMBINE: {"chunked": _OF_ROWS, "fused": ("launch-show_rows", "launch-add_rows")},
 }
 CELLS = (
     *(

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from tests.faults.cells import Cell
 from tests.faults.injections import LATE
+from tests.faults.known_calls import DISPATCH
 from tests.faults.steps import FIRST, FIRST_CALL
 
 RIGHT, WRONG, PEER_ERROR, INJECTED, OTHER_ERROR = "right", "wrong", "peer error", "injected", "other error"
@@ -177,7 +178,7 @@ def _peer_error(cell: Cell, error: CallOutcome, must: str | None) -> Iterator[st
         yield f"must raise {must or 'a PeerError'}, got {_said(error)}"
         return
     together = cell.first_call or cell.grows
-    rounds = 2 if error.called == "matmul_all_reduce" else 1
+    rounds = 2 if error.called in ("matmul_all_reduce", DISPATCH) else 1
     epochs = range(0 if together else error.epoch_before + 1, error.epoch_before + rounds + 1)
     if error.op not in ((error.called, VOTE) if cell.step in (*FIRST, FIRST_CALL) else (error.called,)):
         yield f"its op must be {error.called}, got {error.op}"

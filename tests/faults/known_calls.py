@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.exact_problem import NormProblem, ScaledProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.token_rows import routings
 
 SLOT_BYTES = 1 << 12  # the least slot in ranks that meet faults, so that growth is cheap and guards are quickly checked
 SMALL = (13, 5, 6)  # rows, K, N; a sum that the ranks cannot share is never prepared
@@ -29,6 +31,7 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_all_reduce": (None, None),
 }
 NORM, SCALED = "matmul_all_reduce_norm", "scaled_all_gather_matmul"
+DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
 BAND = 64  # elements
@@ -57,7 +60,19 @@ class KnownCall:
     def scaled(self) -> ScaledProblem:
         return ScaledProblem(PROGRAMS["all_gather_matmul"], MatmulSize(*self.size), self.group_size, seed=self.seed)
 
+    @property
+    def tokens(self) -> Any:
+        from tests.ops import test_moe  # imports this file
+
+        return test_moe.Problem(test_moe.Case(lead=3), self.group_size, self.seed)
+
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
+        if self.op == DISPATCH:
+            return self.tokens.xs[rank].to(self.dtype), self.tokens.ids[rank]
+        if self.op == COMBINE:
+            ids, case = [each.flatten() for each in self.tokens.ids], self.tokens.case
+            routing = routings(ids, case.k, self.tokens.num_experts, self.tokens.capacity)[rank]
+            return self.tokens.rows(rank)[0].to(self.dtype), routing
         if self.op == NORM:
             return self.norm.sums.xs[rank].to(self.dtype), self.norm.sums.ws[rank].to(self.dtype)
         if self.op == SCALED:
@@ -67,6 +82,12 @@ class KnownCall:
         return x, w
 
     def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+        """``w``: the experts of a dispatch's x, or the routing of a combine's."""
+        if self.op == DISPATCH:
+            return fusedcomm.moe_dispatch(x, w, self.tokens.num_experts, self.tokens.capacity, group)[0]
+        if self.op == COMBINE:
+            scores = self.tokens.scores[dist.get_rank(group)].to(self.dtype)
+            return fusedcomm.moe_combine(x, w, scores, group)
         if self.op == NORM:
             given = (t.to(self.dtype) for t in (self.norm.residuals[0] + self.norm.sums.biases[0], self.norm.weight))
             return torch.stack(fusedcomm.matmul_all_reduce_norm(x, w, *given, group, eps=0.0))
@@ -85,6 +106,11 @@ class KnownCall:
             return difference(result, torch.stack(self.norm.results(rank)).to(self.dtype))
         if self.op == SCALED:
             return difference(result, self.scaled.results()[rank].to(self.dtype))
+        if self.op == DISPATCH:
+            return difference(result, self.tokens.rows(rank)[0].to(self.dtype))
+        if self.op == COMBINE:
+            want = self.tokens.ys(self.tokens.xs, self.tokens.scores, None)[rank]
+            return difference(result, want.to(self.dtype))
         return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])
 
 

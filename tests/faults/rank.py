@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,7 @@ from tests.faults import prepared_calls
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
-from tests.faults.known_calls import LARGE, NORM, OTHER, SCALED, SLOT_BYTES, Guarded, KnownCall, warm_results
+from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, KnownCall, warm_results
 from tests.faults.steps import CALL, Fault, Reached, at_step
 from tests.helpers.problems import OPS
 
@@ -151,7 +152,7 @@ class _Rank:
 
     def _variant(self, call: KnownCall) -> KnownCall:
         changes: dict[str, dict[str, Any]] = {
-            "another-op": {"op": dict(zip((*OPS, NORM, SCALED), (*OPS[1:], *OPS[:1] * 3), strict=True))[call.op]},
+            "another-op": {"op": dict(pairwise(OPS)).get(call.op, OPS[0])},
             "another-shape": {"size": OTHER},
             "another-dtype": {"dtype": torch.bfloat16},
         }

@@ -39,6 +39,9 @@ CHUNKED = {
     "read": f"{EXECUTOR}.step",
     "end": "fusedcomm.memory.workspace:Workspace._epoch_word",
 }
+ROWS = {  # instead of a schedule's steps: the rows of a dispatch, and the peers' that a combine reads
+    "rows": "fusedcomm.run.routed_rows:InPlace.send fusedcomm.run.routed_rows:_missing_zero"
+}
 IN_PLACE = {  # steps of a call whose results peers can write
     "post": "fusedcomm.memory.workspace:Workspace.post",
     "look": "fusedcomm.memory.workspace:Workspace.posted",
@@ -54,6 +57,7 @@ FUSED = {
             ("reduce", "reduce", "reduce_kernel"),
             ("reduce_norm", "reduce_norm", "reduce_norm_kernel"),
             ("unpack", "copy", "unpack_kernel"),
+            *((name, "token_rows", f"{name}_kernel") for name in ("send_rows", "take_rows", "show_rows", "add_rows")),
         )
     },
     "signal": "fusedcomm.kernels.triton.rounds:signal",
@@ -64,7 +68,7 @@ FUSED = {
     "result": "fusedcomm.memory.workspace:Workspace.empty",
 }
 BY_ALGORITHM = {
-    "chunked": {**FIRST, **GROWTH, **CHUNKED, **IN_PLACE, "result": "fusedcomm.memory.workspace:Workspace.empty"},
+    "chunked": FIRST | GROWTH | CHUNKED | ROWS | IN_PLACE | {"result": "fusedcomm.memory.workspace:Workspace.empty"},
     "fused": FUSED,
 }
 

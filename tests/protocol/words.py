@@ -19,8 +19,8 @@ from tests.helpers.plain_cases import Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, Node
 from tests.helpers.schedule.kernel_effects import EPOCH, WORD, Group
-from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, exchange_of, memory_of, schedule, token_schedules
 from tests.helpers.schedule.operations import Flag, Kind, Step
+from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, exchange_of, memory_of, schedule, token_schedules
 from tests.helpers.schedule.region import Region
 from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
@@ -141,10 +141,8 @@ class _Rows:
 
     def _slot(self, owner: int, part: int = 0) -> Region:
         layout, epoch = self.walk.memories[self.group.name].layout, self.walk.epochs[self.group.name] + 1
-        start = (
-            layout.header_bytes + epoch % layout.num_slots * SLOT_BYTES + part * _counts_bytes(len(self.group.ranks))
-        )
-        return Region(self.group.segment(owner), start, WORD)
+        slot, at = epoch % layout.num_slots * SLOT_BYTES, part * _counts_bytes(len(self.group.ranks))
+        return Region(self.group.segment(owner), layout.header_bytes + slot + at, WORD)
 
 
 def _counts_bytes(group_size: int) -> int:

@@ -25,7 +25,7 @@ from tests.faults.judge import (
     Verdict,
     judge,
 )
-from tests.faults.known_calls import NORM, SCALED
+from tests.faults.known_calls import COMBINE, DISPATCH, NORM, SCALED
 from tests.faults.matrix import run_cells
 from tests.helpers.problems import OPS
 
@@ -36,6 +36,8 @@ SLICE = select(
         "fused/matmul_all_to_all/kill/wait",  # in Triton's interpreter
         "fused/matmul_all_reduce_norm/stop/launch-pack",
         "chunked/scaled_all_gather_matmul/raise/read",
+        "chunked/moe_dispatch/kill/rows",
+        "fused/moe_combine/stop/launch-show_rows",
         "unfused/matmul_reduce_scatter/kill/call",
         "pipelined/all_gather_matmul/raise/call",
         "chunked/all_gather_matmul/drop/signal",
@@ -91,7 +93,7 @@ def test_the_whole_matrix(part: int) -> None:
 
 
 def test_a_cell_is_found_by_its_name_alone() -> None:
-    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, NORM, SCALED}
+    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, NORM, SCALED, DISPATCH, COMBINE}
     assert [cells for cell in CELLS[::10] if (cells := select([str(cell)])) != [cell]] == []
 
 
