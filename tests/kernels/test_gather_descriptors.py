@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from fusedcomm.plan import descriptors, launches
+from fusedcomm.plan import launches
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
@@ -109,13 +108,3 @@ def test_a_part_of_k_does_not_reach_the_next(transposed: bool, by_tma: list[Any]
     out = torch.full(exchange.out_shapes[0], float("nan"))
     launch_now.gather_matmul(out, w, None, spans, ranks[0], FINGERPRINT, end_round=True)
     assert torch.isposinf(out).all() and bool(by_tma) is not transposed
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_strides_step_over_the_dims_behind_them(transposed: bool) -> None:
-    """As a driver asks of a tensor map."""
-    for num_batches, num_parts, whole in itertools.product((1, 3), (1, 2), (False, True)):
-        w = torch.empty(num_batches, 16, 48).mT if transposed else torch.empty(num_batches, 48, 16)
-        if view := descriptors._view_of(w, num_parts, whole):
-            shape, strides = view[0], (*view[1], 1)
-            assert all(a >= b * n for a, b, n in zip(strides, strides[1:], shape[1:], strict=False)), view

@@ -64,11 +64,6 @@ def test_every_span_shape(group_size: int, name: str) -> None:
     check_calls(CASES[name], group_size)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("wide rows", torch.float16), ("last K dim", torch.bfloat16)])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    check_calls(CASES[name], 3, dtype=dtype)
-
-
 @pytest.mark.parametrize(
     "name", thorough_but(["rows", "last K dim"], ["rows", "batched, batches", "heads", "last K dim"])
 )
@@ -216,12 +211,6 @@ def test_pack_alone_signals_and_leaves_the_header(own: bool) -> None:
 )
 def test_the_own_chunk_stays_in_x(group_size: int, name: str) -> None:
     check_calls(CASES[name], group_size, own=False)
-
-
-@pytest.mark.thorough
-def test_weights_and_rounds() -> None:
-    problem = dataclasses.replace(CASES["interleaved rows, long runs"], n=(50, 0))
-    check_calls(problem, 2, num_rounds=3, own=False)
 
 
 def gather(rank: VirtualRank) -> Tensor:

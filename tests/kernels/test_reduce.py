@@ -8,14 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from tests.helpers.tiers import thorough_but
-
-pytest.importorskip("triton")
-
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.testing import launch_now
 from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
+from tests.helpers.tiers import thorough_but
 from tests.helpers.virtual_ranks import FINGERPRINT, sizes_and_names, virtual_ranks
 
 _scatter = partial(Problem, op="matmul_reduce_scatter")
@@ -45,11 +42,6 @@ ON_THREE = ["rows", "columns", "batched, batches", "average, bias", "average, pa
 @pytest.mark.parametrize(("group_size", "name"), sizes_and_names(CASES, ON_THREE))
 def test_every_shape(group_size: int, name: str) -> None:
     check_calls(CASES[name], group_size)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("columns", torch.float16), ("average, bias", torch.bfloat16)])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
-    check_calls(CASES[name], 2, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", thorough_but(["rows"], ["rows", "interleaved rows", "average, bias"]))

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-pytest.importorskip("triton")
-
 from fusedcomm.plan.geometry import norm
 from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import FINGERPRINT, guarded, virtual_ranks

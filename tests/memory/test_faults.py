@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from fusedcomm.memory import members, workspace
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.schedule import Launch, Wait
 from fusedcomm.run.python_executor import Execution
-from tests.faults.steps import at_step
-from tests.helpers.groups import call, check, fresh_group, refuse_a_forked_child
+from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import HEADS, Problem, integers
@@ -106,13 +105,6 @@ def test_a_rank_without_memory_makes_all_run_unfused(rank: int) -> None:
         fusedcomm.reset(group)
         assert plan().algorithm == "chunked"
         check(group, problem, call(group, problem, 2), 2)
-
-
-@on_ranks(2)
-def test_a_forked_child_is_no_rank(rank: int) -> None:
-    with fresh_group() as group:
-        check(group, HEADS, call(group, HEADS))
-        refuse_a_forked_child(group, HEADS)
 
 
 @on_ranks(3)
@@ -213,25 +205,6 @@ def test_a_late_rank_gets_an_error_too(rank: int, tmp_path: Path) -> None:
         dist.barrier(group)
         fusedcomm.reset(group)
         check(group, HEADS, call(group, HEADS))
-
-
-@on_ranks(2)
-def test_a_failure_in_a_later_round_spoils_no_earlier_one(rank: int, tmp_path: Path) -> None:
-    """Rank 0 has given up in round 3 before rank 1 reads round 2: those data are good, the next call is not."""
-
-    def late(go_on: Callable[[], Any]) -> Any:
-        wait_until((tmp_path / "0 gave up").exists)
-        return go_on()
-
-    with fresh_group(TIMEOUT_S="1") as group, fusedcomm.force_algorithm("chunked", strict=True):
-        check(group, HEADS, call(group, HEADS, 0))
-        with at_step("chunked", "read", late) if rank == 1 else nullcontext():
-            check(group, HEADS, call(group, HEADS, 1), 1)
-        with pytest.raises(fusedcomm.PeerTimeoutError) as caught:
-            call(group, HEADS, 2)
-        (tmp_path / f"{rank} gave up").touch()
-        assert caught.value.peers == [1 - rank]
-        assert caught.value.epoch == 3
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.memory import flight_recorder
 from fusedcomm.ops import prepared
-from tests.faults import prepared_calls
-from tests.helpers.groups import call, check, member_of, refuse_a_forked_child
+from tests.helpers.groups import call, member_of, refuse_a_forked_child
 from tests.helpers.heaps import in_child
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import check_prepared, python_calls, started_group
@@ -51,23 +50,6 @@ def fails(group: Any) -> Any:
         call(group, HEADS)
     assert ran == []
     return caught.value
-
-
-@on_ranks(2)
-def test_a_rank_that_reads_late_reads_its_round(rank: int) -> None:
-    """Meanwhile its peer writes the next round, into the other slot."""
-
-    def late(go_on: Callable[[], Any]) -> Any:
-        time.sleep(0.3)
-        return go_on()
-
-    with started_group("chunked", RESULTS_BYTES="0") as group:
-        check_prepared(group, HEADS, torch.float32)
-        at_read = prepared_calls.at_op(member_of(group).workspace, "read", late)
-        with python_calls() as ran, at_read if rank == 1 else nullcontext():
-            for seed in range(3):
-                check(group, HEADS, call(group, HEADS, seed), seed)
-        assert ran == []
 
 
 @on_ranks(2)

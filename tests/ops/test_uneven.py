@@ -173,6 +173,7 @@ def test_several_rounds(rank: int, name: str) -> None:
         assert case.explain(rank, group, 3).num_rounds > 1
         for seed in range(CALLS):
             check_call(case, rank, 3, seed, group)
+        assert member_of(group).workspace.buffers[rank].numel() <= 16384
 
 
 @on_ranks(1)

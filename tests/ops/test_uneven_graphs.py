@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils import _pytree as pytree
 
 import fusedcomm
-from fusedcomm.nn import UlyssesOut, UlyssesQKV
 from fusedcomm.plan.geometry.cut import chunk_parts
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.uneven import Uneven
@@ -69,24 +67,6 @@ def test_two_graphs_are_enough_for_every_remainder(rank: int, program: Any) -> N
         grads = (torch.autograd.grad(each.sum(), leaves) for each in (found, wanted))
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
     assert counter.frame_count <= 2 + 4 * (program is into)
-
-
-@on_ranks(2)
-@pytest.mark.thorough
-def test_two_graphs_of_a_layer_are_enough_for_every_remainder(rank: int) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    qkv, out = UlyssesQKV(13, HEADS, 3, 1), UlyssesOut(HEADS, 3, 13)
-
-    def program(x: Tensor, total: int) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in qkv(x.sin(), total))
-        return out(scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2), total).cos()
-
-    compiled = torch.compile(program, dynamic=True, fullgraph=True, backend=counter)
-    for total in range(34, 38):
-        x = torch.randn(11, chunk_parts(total, 2).sizes[rank], 13)
-        torch.testing.assert_close(compiled(x, total), program(x, total))
-    assert counter.frame_count <= 2
 
 
 def dispatched(op: str, rank: int, world_size: int, said_by: str = "ranges") -> tuple[Any, ...]:

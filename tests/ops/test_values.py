@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS, call, check, check_values, empty_is_nan, non_contiguous
+from tests.helpers.groups import ALGORITHMS, call, check, check_values, empty_is_nan
 from tests.helpers.in_place import after_peers
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import ALL_PROBLEMS, NAMED, TABLES, as_list
@@ -45,29 +45,6 @@ def test_a_late_rank_is_waited_for(rank: int, op: str) -> None:
         for seed in range(6):
             after_peers(world, seed % 3)
             check(world, problem, call(world, problem, seed), seed)
-
-
-NON_CONTIGUOUS = [
-    "packed-qkv",
-    "batched-w-rows-scattered",
-    "all_to_all_matmul-heads-gathered",
-    "all_gather_matmul-list-qkv",
-    "matmul_reduce_scatter-batch-columns-scattered",
-    "matmul_all_reduce-batched-w-nothing-divides",
-]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("algorithm", nightly_but(ALGORITHMS[:2], ALGORITHMS))
-def test_non_contiguous_inputs(rank: int, algorithm: str) -> None:
-    size = dist.get_world_size()
-    for problem in (NAMED[name] for name in NON_CONTIGUOUS):
-        tensors = flat(integers(problem, rank, size))
-        for x in (tensors[0], tensors[0].mT.contiguous().mT):
-            strided = [None if t is None else non_contiguous(t) for t in (x, *tensors[1:])]
-            with fusedcomm.force_algorithm(algorithm, strict=True):
-                out = problem.call(unflat(problem, strided))
-            torch.testing.assert_close(out, expected(problem, size)[rank], rtol=0, atol=0)
 
 
 # rounding, and the order of sums
@@ -164,13 +141,6 @@ def check_by_product(rank: int, problems: list[Problem], algorithm: str, dtype: 
 def test_by_products(rank: int, op: str, world_size: int, algorithm: str) -> None:
     """A by-product that was asked for is right and not x itself; one that was not asked for is empty."""
     check_by_product(rank, TABLES[op], algorithm, torch.float32)
-
-
-@on_ranks(2)
-@pytest.mark.thorough
-def test_by_products_of_the_kernels(rank: int) -> None:
-    problems = [NAMED["all_to_all_matmul-heads-gathered"], NAMED["all_gather_matmul-batched-w-batch-gathered"]]
-    check_by_product(rank, problems, "fused", torch.bfloat16)
 
 
 def check_inference(rank: int, problem: Problem, by_product: int) -> None:

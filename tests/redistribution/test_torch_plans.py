@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.plan.cost.model import DEFAULTS
 from fusedcomm.redistribution import search
 from fusedcomm.redistribution.step_time import MeshLinks
 from tests.helpers.merge_world import fake_ranks
@@ -117,33 +114,6 @@ def test_a_plan_is_never_worse_than_torchs(mesh_shape: tuple[int, ...]) -> None:
     with mesh_of(mesh_shape) as mesh:
         for shape, machine in zip(itertools.cycle(shapes), MACHINES.values(), strict=False):
             assert not worse_than_torch(mesh, shape, links(mesh_shape, *machine), share)
-
-
-def worse_at_random(rng: random.Random, num_meshes: int) -> list[str]:
-    """Any mesh, shape, order of ranks, nodes and speed of collectives."""
-    found = []
-    for _ in range(num_meshes):
-        mesh_shape = rng.choice([(2, 2, 2), (3, 2, 2), (2, 2, 2, 2), (2, 4), (2, 3), (4, 4), (2, 8), (5,)])
-        constants = DEFAULTS["cuda"]
-        kinds = list(constants.backend_latency)
-        with mesh_of(mesh_shape) as mesh:
-            for _ in range(8):
-                shape = tuple(rng.choice([1, 2, 3, 5, 8, 12, 17, 100, 4096, 4099]) for _ in range(rng.randint(1, 3)))
-                told = replace(
-                    constants,
-                    backend_bandwidth={kind: 1e9 * 10 ** rng.uniform(0, 2.5) for kind in kinds},
-                    backend_latency={kind: 1e-6 * 10 ** rng.uniform(0, 2) for kind in kinds},
-                )
-                ranks = rng.sample(range(math.prod(mesh_shape)), math.prod(mesh_shape))
-                over = MeshLinks(tuple(ranks), mesh_shape, rng.choice([1, 2, 3, 4, 64]), told, rng.choice([5e9, 50e9]))
-                num = sum(1 for _ in pairs(len(shape), len(mesh_shape)))
-                found += worse_than_torch(mesh, shape, over, share=max(num // 25, 1), first=rng.randrange(25))
-    return found
-
-
-@pytest.mark.parametrize("num_meshes", [1, pytest.param(100, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
-def test_no_plan_is_worse_than_torchs_at_random(num_meshes: int) -> None:
-    assert not worse_at_random(random.Random(0), num_meshes)
 
 
 def test_worse_plans_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

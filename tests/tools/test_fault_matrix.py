@@ -12,9 +12,7 @@ import pytest
 from tests.faults import __main__ as lab
 from tests.faults.cells import CELLS, Cell, select
 from tests.faults.controls import CONTROLS, NO_DEADLINE, off_in_its_cell
-from tests.faults.injections import LATE
 from tests.faults.judge import (
-    INJECTED,
     OTHER_ERROR,
     PEER_ERROR,
     RIGHT,
@@ -177,65 +175,6 @@ def test_a_broken_promise_is_found(found: str, change: dict[str, Any]) -> None:
 )
 def test_what_a_call_leaves_behind_is_judged(found: str, report: RankReport) -> None:
     assert found in "\n".join(killed(report).found)
-
-
-def judged(name: str, victim: list[CallOutcome], peer: list[CallOutcome], after: CallOutcome | None) -> Verdict:
-    """Judge a cell in which all peers give the same, and all ranks give the same after it."""
-    (cell,) = select([name])
-    outcomes = dict.fromkeys(range(cell.group_size), peer) | {cell.victim: victim}
-    if cell.fault == "kill":
-        del outcomes[cell.victim]
-    return judge(cell, {rank: RankReport(rank, each, reached=True, after=after) for rank, each in outcomes.items()})
-
-
-GOOD = CallOutcome(RIGHT)
-SLOW = replace(GOOD, seconds=500.0)
-OF_GLOO = CallOutcome(OTHER_ERROR, "Connection closed by peer", error="RuntimeError")
-OF_VICTIM = replace(TIMED_OUT, peers=(0,), text=TIMED_OUT.text.replace("[2]", "[0]"))
-DELAY, KILL, RAISE, STOP, *UNFUSED = (
-    "chunked/matmul_all_to_all/delay/push",
-    "chunked/matmul_all_to_all/kill/vote",
-    "chunked/matmul_all_to_all/raise/push",
-    "chunked/matmul_all_to_all/stop/push",
-    "unfused/matmul_all_to_all/delay/call",
-    "unfused/matmul_all_to_all/kill/call",
-    "unfused/matmul_all_to_all/raise/call",
-)
-KEPT: dict[str, dict[str, Any]] = {
-    DELAY: {"victim": [GOOD] * 4, "peer": [GOOD] * 4, "after": GOOD},
-    KILL: {"victim": [], "peer": [TIMED_OUT], "after": GOOD},  # no vote, nothing to close
-    RAISE: {"victim": [CallOutcome(INJECTED), replace(OF_VICTIM, index=1)], "peer": [TIMED_OUT], "after": GOOD},
-    STOP: {"victim": [replace(OF_VICTIM, seconds=LATE * 4.0 + 4.0)], "peer": [TIMED_OUT], "after": GOOD},
-    UNFUSED[0]: {"victim": [GOOD] * 4, "peer": [GOOD] * 4, "after": GOOD},
-    UNFUSED[1]: {"victim": [], "peer": [OF_GLOO], "after": GOOD},
-    UNFUSED[2]: {"victim": [CallOutcome(INJECTED)], "peer": [OF_GLOO], "after": None},
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_a_promise_that_is_kept_survives(name: str) -> None:
-    assert judged(name, **KEPT[name]).found == ()
-
-
-@pytest.mark.parametrize(
-    "name, change, found",
-    [
-        (DELAY, {"peer": [GOOD, GOOD, GOOD, SLOW]}, "call 0 must end within 12 + 10 s, took 500.0 s"),
-        (DELAY, {"after": None}, "the call after the reset must be right, got no call"),
-        (DELAY, {"after": SLOW}, "the call after the reset must end within"),
-        (
-            RAISE,
-            {"victim": [CallOutcome(INJECTED), replace(OF_VICTIM, index=1, seconds=500.0)]},
-            "call 1 must end within",
-        ),
-        (STOP, {"victim": [replace(OF_VICTIM, seconds=500.0)]}, "call 0 must end within 10 + 10 s"),
-        (STOP, {"peer": [replace(TIMED_OUT, seconds=15.0)]}, "call 0 must end within 4 + 10 s"),
-        (UNFUSED[1], {"peer": [replace(OF_GLOO, error="TypeError")]}, "must raise the backend's error"),
-        (UNFUSED[2], {"peer": [replace(OF_GLOO, seconds=500.0)]}, "call 0 must end within"),
-    ],
-)
-def test_a_promise_of_other_cells_that_is_broken_is_found(name: str, change: dict[str, Any], found: str) -> None:
-    assert found in "\n".join(judged(name, **KEPT[name] | change).found)
 
 
 def test_a_rank_that_does_not_report_is_missed() -> None:
