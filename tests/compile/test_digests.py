@@ -133,17 +133,6 @@ def test_a_size_that_is_known_too_late_stands_in_the_way(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.thorough
-def test_a_count_that_the_program_computes_stands_in_the_way(rank: int) -> None:
-    def program(v: Values) -> Any:
-        return to_heads(product(v).sin() * (10 * v["number"].detach()).long().item())
-
-    with patch.object(torch._dynamo.config, "capture_scalar_outputs", True):
-        report = check(program)
-    assert "mul stands between" in report.collectives[0].reason, report.collectives
-
-
-@on_ranks(2)
 def test_the_first_call_alone_is_a_collective(rank: int) -> None:
     group_size, group_name = dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
     call = torch.ops.fusedcomm.same_moves

@@ -13,12 +13,12 @@ from tests.helpers.tiers import nightly_but, thorough_but
 
 QUICK = [  # each op, and each way in which programs say what is sent
     "all-reduce-in-place",
-    "deepspeed-after-attention",
     "deepspeed-before-attention",
     "dtensor-tensor-parallel",
     "dynamic-batch",
+    "gather-for-several-linears",
     "gathered-k",
-    "megatron-column-parallel",
+    "shard-dim-alltoall-before",
     "megatron-row-parallel",
     "scattered-columns",
 ]
@@ -36,7 +36,7 @@ def test_code_of_inductor(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["dtensor-sequence-parallel", "q-k-v-linears-for-inference"])
+@pytest.mark.parametrize("name", ["dtensor-sequence-parallel", "q-k-v-linears-of-grouped-query-attention"])
 def test_four_ranks(ranks: Any, name: str) -> None:
     ranks(4).run(check_fragment, name, interpreted)
 

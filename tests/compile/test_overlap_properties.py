@@ -135,22 +135,6 @@ def test_many_random_graphs(groups: list[Peers]) -> None:
     random_schedules(groups, 2000, 60)
 
 
-def test_ranks_order_alike() -> None:
-    """Ranks 0 and 1 of one world know groups by other names, and have other splits, but order alike."""
-    orders: list[list[Any]] = []
-    for rank in (0, 1):
-        with fake_world(rank) as groups:
-            at = {group.name: i for i, group in enumerate(groups)}
-            orders.append([])
-            for seed in range(4):
-                rng = random.Random(seed)
-                gm = build(rng, groups, 30)
-                schedule(gm, estimator=told(rng, gm))
-                names = [[node.name, at.get(group_of(node))] for node in gm.graph.nodes if is_start(node)]
-                orders[rank].append(names)
-    assert orders[0] == orders[1]
-
-
 def test_ignored_writes_are_caught(groups: list[Peers], monkeypatch: pytest.MonkeyPatch) -> None:
     def data_only(nodes: list[Node], waits_for: Any, memory: Any) -> list[list[int]]:
         index = {node: i for i, node in enumerate(nodes)}

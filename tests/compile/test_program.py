@@ -174,25 +174,3 @@ def test_the_second_stays_after_the_first(build: Callable[[Traced], tuple[Node, 
     data = [[index[each] for each in node.all_input_nodes] for node in program.nodes]
     assert as_early_as(data)  # the arguments alone would allow it
     assert not as_early_as(program.before)
-
-
-def test_a_wait_for_what_is_computed_from_another_is_not_for_its_start() -> None:
-    b = Traced()
-    t = b.call(functional.wait_tensor.default, b.call(functional.all_reduce.default, b.input(4), "sum", "g"))
-    b.call(functional.wait_tensor.default, b.call(aten.view.default, b.call(aten.neg.default, t), [2, 2]))
-    program = Program(b.returns().graph, Costs().cost)
-    assert program.waits_for == [[], [], [1], [], [], [], []]
-    assert program.memory.of == [[0], [1], [1], [2], [2], [2], []]
-
-
-def test_reads_and_collectives_are_free_to_move() -> None:
-    """Nothing is written: only arguments count."""
-    b = Traced()
-    x = b.input(4)
-    for _ in range(2):
-        y = b.call(functional.wait_tensor.default, b.call(functional.all_reduce.default, x, "sum", "g"))
-        b.call(aten.view.default, b.call(aten.neg.default, y), [2, 2])
-    program = Program(b.returns().graph, Costs().cost)
-    index = {node: i for i, node in enumerate(program.nodes)}
-    for node, before in list(zip(program.nodes, program.before, strict=True))[:-1]:
-        assert before == sorted(index[each] for each in node.all_input_nodes)

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.fx import Graph, GraphModule, Node
 
 import fusedcomm  # noqa: F401
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
-from fusedcomm.compile.overlap.simulator import Clock, simulate
+from fusedcomm.compile.overlap.simulator import simulate
 from fusedcomm.compile.overlap.timeline import Timeline
 from tests.compile.test_program import Costs
 from tests.helpers.traced import Traced
@@ -107,46 +105,6 @@ def test_what_hides_a_collective_is_what_computes_meanwhile() -> None:
     (line,) = found.collectives
     assert line.hidden_by == ("n", "o") and line.hidden
     assert found.waits == []
-
-
-def test_waiting_for_what_has_not_started_is_found() -> None:
-    with pytest.raises(AssertionError, match="has not started"):
-        Clock().wait("s")
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> list[Step]:
-    steps: list[Step] = []
-    ms, group = st.integers(0, 6), st.sampled_from(sorted(LINKS))
-    for i in range(draw(st.integers(1, 9))):
-        what = draw(st.sampled_from(["compute", "start", "start", "wait", "fused"]))
-        started = [step.name for step in steps if step.what == "start"]
-        if what == "wait" and started:
-            steps.append(wait(draw(st.sampled_from(started))))
-        elif what == "start":
-            steps.append(start(f"s{i}", draw(group), draw(ms), draw(ms)))
-        elif what == "fused":
-            own = draw(ms)
-            steps.append(fused(f"f{i}", own, own + draw(ms), draw(group), draw(ms), draw(ms)))
-        else:
-            steps.append(compute(f"m{i}", draw(ms)))
-    return steps
-
-
-@settings(max_examples=150, deadline=None)
-@given(programs())
-def test_totals_are_those_of_the_spans(steps: list[Step]) -> None:
-    found = simulated(steps)
-    assert found.total_ms == pytest.approx(found.compute_ms + found.exposed_ms, abs=1e-6)
-    assert found.compute_ms == pytest.approx(sum(end - begin for _, begin, end in found.compute), abs=1e-6)
-    assert found.total_ms >= found.bound_ms - 1e-6
-    for line in found.collectives:
-        own = [(begin, end) for name, begin, end in found.waits if name == line.node]
-        assert line.exposed_ms == pytest.approx(sum(end - begin for begin, end in own), abs=1e-6)
-        meanwhile = [name for name, begin, end in found.compute if begin < line.end_ms and end > line.start_ms]
-        assert list(line.hidden_by) == meanwhile
-    busy = sorted((begin, end) for _, begin, end in [*found.compute, *found.waits])
-    assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy))
 
 
 # traces and pictures

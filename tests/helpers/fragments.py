@@ -22,7 +22,6 @@ from tests.helpers.program_parts import (
     T,
     all_gather,
     all_gather_autograd,
-    deepspeed,
     heads_first,
     mesh,
     reduce_scatter,
@@ -119,14 +118,6 @@ def deepspeed_before_attention(r: int) -> Any:
     return program, [(T, B, K), (N, K)]
 
 
-@fragment([A2M], [M2A])
-def deepspeed_after_attention(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return F.linear(deepspeed(x, 0, 2, r).flatten(2), w)
-
-    return program, [(T * r, B, HEADS // r, DIM), (K, N)]
-
-
 @fragment([M2A], [A2M])
 def veomni_before_attention(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Tensor:
@@ -141,24 +132,6 @@ def q_k_v_linears_of_grouped_query_attention(r: int) -> Any:
         return [heads_first(F.linear(x, w, b).view(B, T, -1, DIM), r) for w, b in zip(args[:3], args[3:], strict=True)]
 
     return program, [(B, T, K), (2 * N, K), (N, K), (N, K), (2 * N,), (N,), (N,)]
-
-
-@fragment([M2A], grad=False)
-def q_k_v_linears_for_inference(r: int) -> Any:
-    def program(x: Tensor, *ws: Tensor) -> list[Tensor]:
-        return [heads_first((x @ w).view(B, T, -1, DIM), r) for w in ws]
-
-    return program, [(B, T, K)] + [(K, N)] * 3
-
-
-@fragment([M2A], [A2M])
-def packed_q_k_v(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-        y = F.linear(x, w).view(B, T, 3, r, HEADS // r, DIM).permute(3, 1, 0, 2, 4, 5).contiguous()
-        y = AllToAll.apply(y).reshape(r * T, B, 3, HEADS // r, DIM).transpose(0, 1)
-        return y.unbind(2)
-
-    return program, [(B, T, K), (3 * N, K)]
 
 
 @fragment([M2A, M2A], [A2A, M2A])  # a matmul goes into one op
@@ -277,14 +250,6 @@ def gather_for_several_linears(r: int) -> Any:
         return [F.linear(gathered, w) for w in ws]
 
     return program, [(B, T, K), (N, K), (N, K), (2 * N, K)]
-
-
-@fragment([AGM], [MRS])
-def megatron_column_parallel(r: int) -> Any:
-    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return F.linear(all_gather_autograd(x, 0, world()), w, b)
-
-    return program, [(T, B, K), (N, K), (N,)]
 
 
 @fragment([MRS], [AGM])

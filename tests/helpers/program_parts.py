@@ -72,20 +72,6 @@ def tokens_first(t: Tensor, r: int) -> Tensor:
     return t.reshape(r * heads, tokens // r, b, dim).transpose(0, 2).contiguous().reshape(b, tokens // r, -1, dim)
 
 
-def deepspeed(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
-    """[t, b, h, d], with the sequence first, in the way of DeepSpeed-Ulysses."""
-    shape = list(t.shape)
-    shape[scatter_dim] //= r
-    if scatter_dim < 2:
-        t = t.reshape([r, shape[scatter_dim], *shape[scatter_dim + 1 :]]).contiguous()
-    else:
-        t = t.reshape([-1, r, shape[scatter_dim], *shape[scatter_dim + 1 :]]).transpose(0, 1).contiguous()
-    t = AllToAll.apply(t)
-    if scatter_dim < 2:
-        t = t.transpose(0, 1).transpose(1, 2).contiguous()
-    return t.reshape([*shape[:gather_dim], shape[gather_dim] * r, *shape[gather_dim + 1 :]]).contiguous()
-
-
 def veomni(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
     """[t, h, d] for packed sequences, in the way of VeOmni: dims 0 and 1 change places."""
     if scatter_dim == 1:

@@ -149,19 +149,6 @@ def test_few_rows_read_w_once() -> None:
     assert found["fused"] == close((4 * w_bytes + x_bytes + y_bytes) / 1e9 + 1)
 
 
-@pytest.mark.parametrize(("columns", "reads"), [(2, 1), (64, 4)])
-def test_chunks_of_columns_read_x_again(columns: int, reads: int) -> None:
-    n = 4 * columns
-    exchange = shapes.matmul_all_to_all((1024, 4096), (4096, n), None, 0, 1, 4)
-    x_bytes, w_bytes, y_bytes = 4 * 1024 * 4096, 4 * 4096 * n, 4 * 1024 * n
-    found = model.estimate(
-        "matmul_all_to_all", exchange, "float32", replace(CPU, memory_bandwidth=1e9, matmul_flops=RATE)
-    )
-    compute = 2 * 1024 * 4096 * n / 1e9
-    assert found["unfused"] == close((x_bytes + w_bytes + y_bytes) / 1e9 + compute)
-    assert found["chunked"] == close((reads * x_bytes + w_bytes + y_bytes) / 1e9 + compute)
-
-
 def test_what_arrives_is_copied_out_or_added() -> None:
     slow = replace(GPU, unpack_bandwidth=CHUNK)  # 1 s per chunk
     assert seconds("matmul_all_to_all", slow)["fused"] == close(4)
@@ -172,55 +159,6 @@ def test_what_arrives_is_copied_out_or_added() -> None:
     assert seconds("matmul_all_reduce", slow)["chunked"] == close(reduced + 4)
     linked = replace(GPU, link_latency=1.0)
     assert seconds("matmul_all_reduce", linked)["chunked"] == close(3 + 3)
-
-
-def test_whole_terms_go_to_all() -> None:
-    gpu = replace(GPU, link_bandwidth=4 * CHUNK, store_bandwidth=2 * CHUNK)
-    assert seconds("matmul_all_reduce_norm", gpu) == {"unfused": close(0), "chunked": close(3), "fused": close(6)}
-    summed = seconds("matmul_all_reduce_norm", replace(GPU, unpack_bandwidth=CHUNK))
-    assert summed["chunked"] == summed["fused"] == close(5 / 2 * 4 / model.SUMMED["cuda"])
-
-
-def test_overheads_are_per_call_and_per_chunk() -> None:
-    slow = replace(GPU, call_overhead={"unfused": 1.0, "chunked": 2.0, "fused": 4.0}, chunk_overhead=0.5)
-    assert seconds("all_gather_matmul", slow) == {"unfused": close(1), "chunked": close(4), "fused": close(5)}
-    assert seconds("matmul_all_reduce", slow) == {"unfused": close(1), "chunked": close(2 + 8 * 0.5), "fused": close(4)}
-
-
-def test_a_gpu_works_beside_its_host_and_a_cpu_is_its_own() -> None:
-    slow = replace(GPU, call_overhead=dict.fromkeys(GPU.call_overhead, 1.0))
-    for device in (0.5, 4.0):
-        busy = replace(slow, matmul_flops=dict.fromkeys(model.ITEMSIZE, FLOPS / device))
-        assert seconds("matmul_all_to_all", busy)["chunked"] == close(max(device, 1) + min(device, 1) / 1000)
-        assert seconds("matmul_all_to_all", replace(busy, device_type="cpu"))["chunked"] == close(device + 1)
-
-
-def test_waves_of_tiles() -> None:
-    gpu = replace(GPU, num_sms=100, matmul_flops=RATE)
-
-    def rows(m: int, n: int = 1280, k: int = 256) -> float:
-        return gpu.matmul("bfloat16", 1, m, k, n) * 1e9 / (2 * k * n)
-
-    assert rows(1280) == close(1280)  # 100 tiles of 128 x 128: one wave
-    assert rows(1281) == close(2560)  # one row more: another wave
-    assert rows(1153) == close(1280)
-    assert rows(64) == close(100 * 64 * 64 / 1280)  # 20 tiles of 64 x 64, one wave, most SMs idle
-    assert rows(64, k=1024) == close(100 * 64 * 64 / 1280 / 2)  # but for what K gives to divide
-    assert gpu.matmul("bfloat16", 1, 0, 256, 1280) == close(0)
-    slow = replace(gpu, fused_flops=RATE, wave_overhead={"unfused": 1.0, "fused": 2.0})
-    for m, waves in ((1280, 1), (1281, 2)):
-        assert slow.matmul("bfloat16", 1, m, 256, 1280) == close(rows(m) * 2 * 256 * 1280 / 1e9 + waves)
-        fused = slow.matmul("bfloat16", 1, m, 256, 1280, fused=True)
-        assert fused == close(rows(m) * 2 * 256 * 1280 / 1e9 + 2 * waves)
-    cpu = replace(CPU, matmul_flops=RATE)
-    assert cpu.matmul("bfloat16", 1, 17, 256, 1280) == close(32 * 2 * 256 * 1280 / 1e9)
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_empty_and_tiny_calls_have_a_time(rows: int) -> None:
-    exchange = shapes.matmul_all_to_all((rows, 8), (8, 8), None, 0, 1, 2)
-    for constants in DEFAULTS.values():
-        assert all(0 < t < 1 for t in model.estimate("matmul_all_to_all", exchange, "float32", constants).values())
 
 
 # what one H200 measured

@@ -354,20 +354,6 @@ def test_a_capture_never_plans_what_an_eager_call_has_not_loaded(capturing: list
         assert eager != "unfused" or captured == "unfused"
 
 
-def test_a_call_is_estimated_once(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    count = [0]
-
-    class Counted(model.TimedCall):
-        def unfused(self) -> float:
-            count[0] += 1
-            return super().unfused()
-
-    monkeypatch.setattr(model, "TimedCall", Counted)
-    exchange = shapes.matmul_all_to_all((1024, 512), (512, 2048), None, 0, 1, 2)
-    plans = {str(planner.plan(OP, exchange, BF16, member())) for _ in range(5)}
-    assert (len(plans), count) == (1, [2])  # with the usual call
-
-
 def test_forced_algorithms(capturing: list[bool]) -> None:
     for name in ("unfused", "chunked", "fused"):
         with fusedcomm.force_algorithm(name):
