@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
+import signal
+import threading
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.memory import members, segment, topology
+from fusedcomm.memory import members, patience, segment, topology, workspace
+from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import planner
 from fusedcomm.plan.geometry import shapes
@@ -23,6 +30,8 @@ from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import HEADS, Problem, integers
+from tests.helpers.symmetric_memory import native
+from tests.helpers.waiting import wait_until
 
 # rounds and growth
 
@@ -181,3 +190,96 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", value)
         with pytest.raises(ValueError, match=f"FUSEDCOMM_TIMEOUT_S must be a positive number, got '{value}'"):
             env.timeout_s()
+
+
+# words in shared memory
+def word(value: int = 0) -> Tensor:
+    return torch.tensor([value], dtype=torch.int64)
+
+
+def test_signal_and_load() -> None:
+    t = word()
+    native.signal(t.data_ptr(), 7 << 24 | 5)
+    assert native.load(t.data_ptr()) == int(t) == 7 << 24 | 5
+    with pytest.raises(ValueError, match="64-bit word, got 0"):
+        native.load(0)
+    with pytest.raises(ValueError, match="64-bit word"):
+        native.signal(t.data_ptr() + 4, 1)
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.002, 0.05])
+def test_wait_returns_in_time(timeout_s: float) -> None:
+    t, broken = word(3 << 24 | 9), torch.zeros(2, dtype=torch.int64)
+    assert native.wait(t.data_ptr(), 3, broken.data_ptr(), 2, 60) == int(t)
+    late: list[float] = []
+    while len(late) < 5 or (min(late) >= 0.005 and len(late) < 100):  # on a busy machine few return at once
+        start = time.monotonic()
+        assert native.wait(t.data_ptr(), 4, broken.data_ptr(), 2, timeout_s) == int(t)
+        late.append(time.monotonic() - start - timeout_s)
+    assert 0 <= min(late) < 0.005
+
+
+def test_wait_sees_signal_and_broken_while_python_runs() -> None:
+    t, broken = word(), torch.zeros(2, dtype=torch.int64)
+    threading.Timer(0.02, native.signal, (t.data_ptr(), 1 << 24)).start()
+    assert native.wait(t.data_ptr(), 1, broken.data_ptr(), 2, 20) == 1 << 24
+    threading.Timer(0.02, native.signal, (broken.data_ptr() + 8, 1)).start()
+    start = time.monotonic()
+    assert native.wait(t.data_ptr(), 2, broken.data_ptr(), 2, 20) == 1 << 24
+    assert time.monotonic() - start < 10
+
+
+def test_wait_can_be_interrupted() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    t = word()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            native.wait(t.data_ptr(), 1, 0, 0, 20)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+# long waits
+SECONDS = r"\d+(\.\d+)?"
+
+
+@on_ranks(3)
+def test_a_long_wait_is_logged_once(rank: int, tmp_path: Path) -> None:
+    """It names all ranks that are missing, not only the one whose turn it is."""
+    looks, texts, must_stop = list[int](), list[str](), workspace.Workspace._must_stop
+    waited_long = tmp_path / "rank 0 has waited for twenty looks"
+
+    def counted(self: workspace.Workspace, epoch: int) -> bool:
+        looks.append(epoch)
+        if len(looks) == 20:
+            waited_long.touch()
+        return must_stop(self, epoch)
+
+    with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
+        check(group, HEADS, call(group, HEADS))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(patience, "PATIENCE_S", 0.05)
+            patch.setattr(workspace, "LOOK_S", 0.01)
+            patch.setattr(workspace.Workspace, "_must_stop", counted)
+            patch.setattr(patience.log, "warning", lambda text, *args: texts.append(text % args))
+            if rank:
+                wait_until(waited_long.exists)
+            check(group, HEADS, call(group, HEADS, 1), 1)
+        name = group.group_name
+    if rank == 0:
+        (text,) = texts
+        where = f"in matmul_all_to_all, call 2 of group {name!r}"
+        assert re.fullmatch(rf"still waiting for ranks 1, 2 \({SECONDS} s\) {re.escape(where)}", text)
+
+
+def test_a_long_vote_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "1")
+    with pytest.raises(fusedcomm.PeerTimeoutError):
+        agree(HashStore(), 0, 2, {}, what="a vote", names=[4, 7])
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"still waiting for rank 7 \({SECONDS} s\) in a vote", text)

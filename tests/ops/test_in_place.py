@@ -20,7 +20,9 @@ from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.in_place import (
     ALL_REDUCE,
     EACH_SOURCE,
+    EXCHANGED,
     IN_PLACE,
+    LIST,
     RUNS,
     SCATTERED,
     TO_ALL,
@@ -275,3 +277,44 @@ def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
         assert member_of(group).workspace.results.heap.place(result) is not None
         assert not symm_mem.is_symm_mem_tensor(result)
         assert symm_mem.rendezvous(result, group) is symm_mem.rendezvous(torch.empty(4), group) is None
+
+
+# who takes blocks
+ROWS = (64, 128, 192, 256, 512, 1024)
+SCATTER = Problem("scatter", (6, 5), 7, scatter_dim=0, op="matmul_reduce_scatter")
+POSTED = {
+    TO_ALL: [True],
+    SCATTER: [False],
+    EACH_SOURCE: [False, True],
+    LIST: [False, False, True],
+    EXCHANGED: [False, True],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
+@pytest.mark.parametrize("problem", nightly_but([TO_ALL, SCATTER, LIST], POSTED), ids=str)
+def test_only_results_that_are_posted_take_blocks(rank: int, problem: Problem, prepared: bool) -> None:
+    with chunked_group(prepared) as group:
+        for seed in range(8):
+            results = results_of(group, problem, seed)
+            assert_exact(results, wanted(group, problem, seed))
+            made = member_of(group).workspace.results
+            placed = [made.heap.place(each) is not None for each in results]
+            del results
+        assert placed == POSTED[problem]
+
+
+@on_ranks(2)
+def test_changing_shapes_leave_no_more_than_the_most_that_lived_at_once(rank: int) -> None:
+    """Blocks of any size are made of what larger and smaller ones have left."""
+    shapes = random.Random(0)
+    with chunked_group() as group:
+        most = 0
+        for step in range(60):
+            problem = Problem("changing", (shapes.choice(ROWS), 5), 64, 0, 1)
+            kept = [results_of(group, problem, step) for _ in range(4)]
+            heap = member_of(group).workspace.results.heap
+            most = max(most, heap.live_bytes)
+            del kept
+        assert 0 < most == heap.warm_bytes and heap.live_bytes == 0

@@ -358,7 +358,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/ops/call_check.py",
         "in max(calls_by_rank, key=len):",
         "in calls_by_rank[rank]:",
-        "tests/ops/test_uneven_unfused.py::test_the_check_finds_ranks_that_disagree[matmul_reduce_scatter]",
+        "tests/ops/test_uneven.py::test_the_check_finds_ranks_that_disagree[matmul_reduce_scatter]",
     ),
     "peers hear of a type that one rank alone finds wrong": Control(
         "fusedcomm/ops/arguments.py",

@@ -138,7 +138,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/memory/workspace.py",
         "if posted and self.results is not None:",
         "if self.results is not None:",
-        "tests/ops/test_result_memory.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
+        "tests/ops/test_in_place.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
     ),
     # results in symmetric memory
     "a forked child has results of its own": Control(
