@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from fusedcomm.compile.overlap import dependencies, list_scheduler
+from fusedcomm.compile.overlap import dependencies
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.scheduler import schedule
 from fusedcomm.compile.overlap.simulator import simulate
 from tests.helpers.merge_world import fake_ranks
 from tests.helpers.order_checks import Accesses, executed, group_of, is_start, peak_bytes, sent
-from tests.helpers.random_graphs import Peers, aten, build, functional, inputs
+from tests.helpers.random_graphs import Peers, build, inputs
 
 BUDGETS = [100, 105, 120, 10**9]  # % of the peak as it comes
-LINEAR = 1.4  # by which steps per node may grow: few nodes are more often near the ends of a graph
 
 
 @contextmanager
@@ -148,97 +141,3 @@ def test_ignored_writes_are_caught(groups: list[Peers], monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match="one writes"):
         for seed in range(16):
             check(groups, seed, 30, 100, False, False)
-
-
-def call(graph: Graph, target: Any, *args: Any) -> Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in args))
-    return node
-
-
-def layers(groups: list[Peers], num_nodes: int) -> GraphModule:
-    """Each of the layers gathers a weight between nodes and makes a sum inside one: 14 nodes each."""
-    graph, dp, tp = Graph(), groups[0], groups[1]
-
-    def placeholder(name: str, *shape: int) -> Node:
-        node = graph.placeholder(name)
-        node.meta["val"] = torch.empty(shape, device="meta")
-        return node
-
-    x = placeholder("x", 4096, 1024)
-    weights = [placeholder(f"w{i}", 1024 // dp.size, 1024) for i in range(num_nodes // 14)]
-    for shard in weights:
-        w = call(graph, functional.all_gather_into_tensor.default, shard, dp.size, dp.name)
-        w = call(graph, functional.wait_tensor.default, w)
-        view, transposed = call(graph, aten.view.default, x, [-1, 1024]), call(graph, aten.t.default, w)
-        y = call(graph, aten.mm.default, view, transposed)
-        y = call(graph, aten.gelu.default, call(graph, aten.mul.Tensor, y, y))
-        y = call(graph, aten.relu.default, call(graph, aten.mm.default, y, w))
-        y = call(graph, functional.all_reduce.default, y, "sum", tp.name)
-        y = call(graph, functional.wait_tensor.default, y)
-        x = call(graph, aten.add.Tensor, x, y)
-    graph.output((x,))
-    return GraphModule({}, graph)
-
-
-def timed(gm: GraphModule, comm_ms: float | None) -> Estimator:
-    """``comm_ms``: what each collective takes; by default as estimated."""
-    times = {node.name: comm_ms for node in gm.graph.nodes if is_start(node)} if comm_ms is not None else {}
-    return Estimator("cuda", ranks_per_node=4, times=times)
-
-
-FOLDER = str(Path(list_scheduler.__file__).parents[1])  # fusedcomm/compile
-
-
-class _Counted(np.ndarray):
-    """A one-dimensional array whose slices are counted, by their elements: NumPy goes through them unseen by Python."""
-
-    num_elements = 0
-
-    def __getitem__(self, key: Any) -> Any:
-        found = super().__getitem__(key)
-        if isinstance(key, slice):
-            _Counted.num_elements += len(found)
-        return found
-
-
-def steps(call: Callable[[], object], *sources: str) -> int:
-    """Lines run of files under ``sources``, and elements of the memory profile read or written."""
-    num_lines = 0
-
-    def count(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal num_lines
-        num_lines += event == "line"
-        return count
-
-    def enter(frame: FrameType, event: str, arg: Any) -> Any:
-        return count if frame.f_code.co_filename.startswith(sources) else None
-
-    profile = list_scheduler._ListScheduler._profile
-    _Counted.num_elements = 0
-    before = sys.gettrace()
-    with mock.patch.object(list_scheduler._ListScheduler, "_profile", lambda self: profile(self).view(_Counted)):
-        sys.settrace(enter)
-        try:
-            call()
-        finally:
-            sys.settrace(before)
-    return num_lines + _Counted.num_elements
-
-
-def growth(groups: list[Peers], few: int, comm_ms: float | None, **options: bool) -> float:
-    """By how much the steps per node grow from ``few`` nodes to 4 times as many: 1 if linear, 4 if quadratic."""
-    found = []
-    for num_nodes in (few, 4 * few):
-        gm = layers(groups, num_nodes)
-        estimator = timed(gm, comm_ms)
-        budget = simulate(gm, estimator).peak_bytes * 5 // 4
-        work = partial(schedule, gm, estimator=estimator, memory_budget_bytes=budget, **options)
-        found.append(steps(work, FOLDER, __file__) / num_nodes)
-    return found[1] / found[0]
-
-
-@pytest.mark.thorough
-def test_work_is_linear(groups: list[Peers]) -> None:
-    assert growth(groups, 600, None) < LINEAR
-    assert growth(groups, 1000, 100.0, bucket=False, fuse=False) < LINEAR  # with memory that is full

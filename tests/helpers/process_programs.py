@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import gc
 import importlib
 import os
@@ -82,22 +81,6 @@ def left_open(rank: int, port: int) -> None:
     keep_symmetric_memory()
 
 
-def destroyed(rank: int, port: int) -> None:
-    """The group is destroyed before anything is closed; the memory stays."""
-    import fusedcomm
-
-    start(rank, port)
-    use()
-    keep_symmetric_memory()
-    dist.barrier()
-    dist.destroy_process_group()
-    with contextlib.suppress(ValueError):
-        fusedcomm.close()
-        raise AssertionError("no group to close")
-    gc.collect()
-    assert all(t.add_(1).shape == (8,) for t in kept[0] if isinstance(t, Tensor))
-
-
 def modules_gone(rank: int, port: int) -> None:
     """Modules are loaded again, and taken away before what they have made."""
     start(rank, port)
@@ -131,18 +114,6 @@ class WaitsAtTheEnd:
 def waits_at_the_end(rank: int, port: int) -> None:
     """The main thread waits, in a destructor."""
     builtins.kept_to_the_end = WaitsAtTheEnd()  # type: ignore[attr-defined]
-
-
-def thread_works(rank: int, port: int) -> None:
-    """Another thread makes calls when the main thread has ended."""
-    start(rank, port)
-    use()
-
-    def work() -> None:
-        threading.main_thread().join()
-        use()
-
-    threading.Thread(target=work).start()
 
 
 def leaves(rank: int, port: int, how: Callable[[], object], why: str, late_s: float = 0.0) -> None:
@@ -239,10 +210,7 @@ def refused(call: Callable[[], object]) -> None:
         raise AssertionError("a child took part")
 
 
-PROGRAMS = {
-    each.__name__: each
-    for each in (*(left_open, destroyed, modules_gone, waits_at_the_end, thread_works), *(raises, thread_waits, forks))
-}
+PROGRAMS = {each.__name__: each for each in (left_open, modules_gone, waits_at_the_end, raises, thread_waits, forks)}
 
 
 def main() -> None:

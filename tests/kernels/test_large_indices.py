@@ -80,21 +80,3 @@ def test_a_gather_reads_w_where_it_lies(reach: int, layout: str) -> None:
     launch_now.pack(x, spans, rank, FINGERPRINT)
     launch_now.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("layout", ["rows apart", "columns apart"])
-@reaches
-def test_a_gather_of_k_reads_w_where_it_lies(reach: int, layout: str) -> None:
-    """Each of 2 ranks sends a part of every row."""
-    xs, values = [integers(2 * ROWS, K), integers(2 * ROWS, K) + 1], integers(2 * K, N)
-    exchange = shapes.all_to_all_matmul((2 * ROWS, K), (2 * K, N), 1, 0, 2)
-    ranks = virtual_ranks(2, exchange.chunk_numel * 8)
-    (spans,) = exchange.rounds(1 << 62)
-    for rank, x in zip(ranks, xs, strict=True):
-        launch_now.pack(x, spans, rank, FINGERPRINT)
-    w = LAYOUTS[layout][0](values, reach)
-    for rank in ranks:
-        out = torch.full((ROWS, N), torch.nan)
-        launch_now.gather_matmul(out, w, None, spans, rank, FINGERPRINT, end_round=True)
-        want = torch.cat([x.chunk(2)[rank.rank] for x in xs], 1) @ values
-        torch.testing.assert_close(out, want, rtol=0, atol=0)

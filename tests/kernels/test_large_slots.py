@@ -110,26 +110,6 @@ def test_a_pack_fills_slots(rank: int) -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_an_unpack_reads_a_full_slot(failed: bool) -> None:
-    """Round 5 puts what rank 1 has sent behind 2^33 elements."""
-    ranks, num_rows = ranks_with(failed), 5 * ROWS
-    spans = shapes.all_gather_matmul((num_rows, COLUMNS), ((COLUMNS, 1),), 0, 2).rounds(MOST)[-1]
-    last, slot = (MOST - 1) // 1024 * 1024, slot_of(ranks[0], EPOCH, DTYPE)
-    for i in (0, last, MOST, MOST + last):
-        slot[i : i + 1024] = integers(len(slot[i : i + 1024])) + i % 7
-    out = sparse(2 * 5 * MOST, DTYPE)
-    with only_programs(first_and_last):
-        launch_now.unpack(out.view(-1, COLUMNS), spans, ranks[0], FINGERPRINT)
-    for src in range(2):
-        start = (src * 5 + 4) * MOST
-        for i, end in ((0, 1024), (last, MOST)):
-            sent = slot[src * MOST + i : src * MOST + end]
-            same(out[start + i : start + end], torch.full_like(sent, torch.nan) if failed else sent)
-        assert not out[start - 2048 : start].any()
-    assert bool(ranks[0].record.any()) == failed
-
-
-@pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("average", [False, True])
 def test_a_reduction_reads_a_full_slot(average: bool, failed: bool) -> None:
     """The results of round 5 begin at 2^32. A bias has as many columns."""
@@ -180,24 +160,6 @@ def test_a_gather_of_rows_reads_a_full_slot(failed: bool, config: TileConfig) ->
         assert not out[src, 64:192].any() and not out[src, last - 128 : last].any()
 
 
-@pytest.mark.parametrize("failed", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_gather_of_k_reads_a_full_slot(failed: bool, config: TileConfig) -> None:
-    ranks, n = ranks_with(failed), 1 << 12
-    (spans,) = shapes.all_to_all_matmul((2 * TALL, K), (2 * K, n), 1, 0, 2).rounds(MOST)
-    chunks = slot_of(ranks[1], EPOCH, DTYPE)[: 2 * TALL * K].view(2, TALL, K)
-    last = (TALL - 1) // 64 * 64
-    for src in range(2):
-        chunks[src, :64], chunks[src, last:] = integers(64, K) + src, integers(TALL - last, K) - src
-    w, out = integers(2 * K, n), sparse(TALL * n, DTYPE).view(TALL, n)
-    with only_programs(first_and_last):
-        launch_now.gather_matmul(out, w, None, spans, ranks[1], FINGERPRINT, end_round=True)
-    for rows, columns in ((slice(0, 64), slice(0, 64)), (slice(last, TALL), slice(n - 64, n))):
-        want = sum(chunks[src, rows].float() @ w[src * K : (src + 1) * K, columns].float() for src in range(2))
-        assert isinstance(want, Tensor)
-        same(out[rows, columns], torch.full_like(want, torch.nan) if failed else want)
-    assert not out[64:192].any() and not out[last - 128 : last].any()
-
-
 def test_an_unpack_writes_rows_of_three_ranks() -> None:
     """What rank 2 has sent goes behind 2^31, twice as far as rank 1's, whose place fits 32 bits."""
     num_rows, length = (1 << 10) + 1, 1 << 20
@@ -229,21 +191,6 @@ def test_a_pack_reads_short_runs_where_they_lie() -> None:
         chunk = slot_of(ranks[dst], EPOCH, DTYPE)[NUM_RUNS * RUN : 2 * NUM_RUNS * RUN].view(-1, RUN)
         same(chunk[:8], x[-NUM_RUNS:, dst][:8])
         same(chunk[last:], x[-NUM_RUNS + last :, dst])
-
-
-def test_an_unpack_writes_short_runs_where_they_belong() -> None:
-    ranks, out = ranks_with(), sparse(5 * NUM_RUNS * 2 * RUN, DTYPE).view(-1, 2, RUN)
-    last = (NUM_RUNS - 1) // 8 * 8
-    sent = slot_of(ranks[0], EPOCH, DTYPE)[: 2 * NUM_RUNS * RUN].view(2, -1, RUN)
-    sent[:, :8], sent[:, last:] = integers(2, 8, RUN), integers(2, NUM_RUNS - last, RUN) + 1
-    exchange = shapes.all_gather_matmul((5 * NUM_RUNS, RUN), ((2 * RUN, 1),), 1, 2)
-    with only_programs(first_and_last):
-        spans = exchange.rounds(NUM_RUNS * RUN)[-1]
-        launch_now.unpack(out.view(-1, 2 * RUN), spans, ranks[0], FINGERPRINT)
-    rows = out[-NUM_RUNS:]
-    same(rows[:8], sent[:, :8].transpose(0, 1))
-    same(rows[last:], sent[:, last:].transpose(0, 1))
-    assert not out[-NUM_RUNS - 8 : -NUM_RUNS].any() and not rows[8:64].any()
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -1,4 +1,4 @@
-"""Results in the heap: a process that forks, whose children have memory of their own; and results as torch's tensors."""
+"""Results in the heap: children of a process have memory of their own; and results behave as other tensors."""
 
 from __future__ import annotations
 

@@ -11,25 +11,19 @@ import fusedcomm
 from fusedcomm.memory.group import resolve
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import EVEN, unflat
-from tests.soak import uneven_call
 from tests.soak.known_values import KnownValues
-from tests.soak.uneven_call import UnevenValues
 
 SAVES = {"all_gather_matmul": "save_gathered", "all_to_all_matmul": "save_exchanged"}
 
 
-def arguments(data: KnownValues | UnevenValues, rank: int, inputs: Any, group: Any) -> tuple[list[Any], dict[str, Any]]:
-    if isinstance(data, UnevenValues):
-        return uneven_call.arguments(data, rank, inputs, group)
+def arguments(data: KnownValues, rank: int, inputs: Any, group: Any) -> tuple[list[Any], dict[str, Any]]:
     case = data.case
     args, options = case.problem.user_arguments(unflat(case.problem, inputs), group)
     return args, options | ({SAVES[case.op]: case.save} if case.op in SAVES else {})
 
 
-def results(data: KnownValues | UnevenValues, rank: int, inputs: Any, group: Any) -> list[Tensor]:
+def results(data: KnownValues, rank: int, inputs: Any, group: Any) -> list[Tensor]:
     """The results of ``rank``, and in a backward the gradients of its inputs."""
-    if isinstance(data, UnevenValues):
-        return uneven_call.results(data, rank, inputs, group)
     case = data.case
     if case.use == "out":
         op, out = getattr(torch.ops.fusedcomm, case.op), inputs[0].new_full(case.shapes[2][0], float("nan"))

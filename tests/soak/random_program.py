@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.soak import uneven_call
 from tests.soak.random_call import SoakCase, draw
-from tests.soak.uneven_call import UnevenCase
 
 NUM_STEPS = 200
 NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
 CAPS = (1 << 11, 1 << 12, 1 << 14)  # sizes of workspaces that make calls run in rounds
 MOST_ROUNDS = 1000  # about: peers that do not take part wait meanwhile, and their next call has a time-out
 FUSED_SHARE = {"cpu": 0.01, "cuda": 0.3}  # on a CPU it runs in Triton's interpreter
-UNEVEN = 0.25  # share of the cases whose parts are drawn
 REPEATED = 0.6  # share of calls that are like the group's last one: they are prepared, and results come in place
 JITTERS = (0.0, 0.02, 0.1)  # how often a rank sleeps within a round
 MESH_DIMS = ("outer", "inner")
@@ -44,7 +41,7 @@ class SoakGroup:
 @dataclass(frozen=True)
 class SoakCall:
     group: SoakGroup
-    case: SoakCase | UnevenCase
+    case: SoakCase
     algorithm: str | None  # None: the planner's choice
     seed: int  # seed of the inputs: no two calls have the same
 
@@ -135,14 +132,11 @@ def _draw_step(
 def _draw_call(random: Random, group: SoakGroup, device_type: str, last: SoakCall | None) -> SoakCall:
     if last is not None and last.algorithm != "fused" and random.random() < REPEATED:
         return replace(last, seed=random.getrandbits(48))
-    case: SoakCase | UnevenCase = draw(random, len(group.ranks))
+    case = draw(random, len(group.ranks))
     algorithm = random.choice(("chunked", "chunked", "chunked", "unfused", None))
     if random.random() < FUSED_SHARE[device_type] and (case.is_small or device_type != "cpu"):
         algorithm = "fused"
     seed = random.getrandbits(48)
-    of_parts = Random(seed)
-    if algorithm != "fused" and of_parts.random() < UNEVEN:
-        case = uneven_call.draw(of_parts, len(group.ranks))
     if group.workspace_bytes and case.num_bytes > MOST_ROUNDS * group.workspace_bytes:
         return _draw_call(random, group, device_type, None)
     return SoakCall(group, case, algorithm, seed)

@@ -37,9 +37,7 @@ from tests.soak import invoke
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues
 from tests.soak.outcome import Failure, SoakOutcome
-from tests.soak.random_call import SoakCase
 from tests.soak.random_program import MESH_DIMS, SoakCall, SoakGroup, SoakProgram, SoakStep, draw_program
-from tests.soak.uneven_call import UnevenValues
 
 WAIT_S = {"cpu": 90, "cuda": 120}  # bound of a wait: a peer may be in Triton's interpreter, or compiling kernels
 DELAY_S = 0.005  # the longest pause before a step
@@ -134,7 +132,7 @@ class _Worker:
 
     def _run(self, step: SoakStep, call: SoakCall) -> _Result:
         group, rank = call.group, call.group.ranks.index(self.rank)
-        data, handle = _values(call), self.groups.handle(group)
+        data, handle = KnownValues(call.case, call.seed), self.groups.handle(group)
         with self._some_stream():
             inputs = data.inputs(rank, self.device)
             args, options = invoke.arguments(data, rank, inputs, handle)
@@ -167,7 +165,6 @@ class _Worker:
         case, group = call.case, call.group
         for kind, value in (
             ("op", case.op),
-            ("parts", "of one size" if isinstance(case, SoakCase) else "drawn"),
             ("dtype", str(case.dtype).removeprefix("torch.")),
             ("use", case.use),
             ("algorithm", plan.algorithm),
@@ -197,16 +194,11 @@ class _Worker:
         self.outcome.failures.append(Failure(self.rank, number, f"step {number}: {what}"))
 
 
-def _values(call: SoakCall) -> KnownValues | UnevenValues:
-    case, seed = call.case, call.seed
-    return KnownValues(case, seed) if isinstance(case, SoakCase) else UnevenValues(case, seed)
-
-
 @dataclass(frozen=True)
 class _Result:
     step: SoakStep
     call: SoakCall
-    data: KnownValues | UnevenValues
+    data: KnownValues
     rank: int  # in the group
     outs: list[Tensor]
 

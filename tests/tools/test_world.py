@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +14,6 @@ import pytest
 from fusedcomm import machine
 from fusedcomm.launch import world
 from fusedcomm.tools import explain, main, postmortem
-from tests.helpers.waiting import wait_until
-from tests.tools.test_ranks import wait_until_dead
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -133,68 +129,6 @@ def test_a_command_runs_in_any_thread_and_after_any_handler(monkeypatch: pytest.
     # C code has set the handler that is replaced
     monkeypatch.setattr(signal, "signal", lambda signum, handler: handlers.append(handler))
     assert command() == 0 and handlers[1:] == [signal.SIG_DFL]
-
-
-SLEEPS = "import os, pathlib, time\npathlib.Path(os.environ['RANK']).touch()\ntime.sleep(600)\n"
-
-
-def of_process(pid: int, file: str) -> str:
-    """What /proc says of a process, or nothing of one that has ended."""
-    try:
-        return Path(f"/proc/{pid}/{file}").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def children(pid: int) -> list[int]:
-    """The children of a process that are ranks: they have torch in their memory.
-
-    So has, for a moment, any child that has not come to its own program yet, such as that of `multiprocessing` which
-    outlives a stop.
-    """
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for file in found for child in file.read_text().split()]
-    own = of_process(pid, "cmdline")
-    return [each for each in pids if "libtorch" in of_process(each, "maps") and of_process(each, "cmdline") != own]
-
-
-def run(pids: list[int]) -> bool:
-    """Whether all are in a rank's own code, which ignores Ctrl-C."""
-    ignored = [re.search(r"SigIgn:\s*(\w+)", of_process(pid, "status")) for pid in pids]
-    return all(each and int(each[1], 16) >> signal.SIGINT - 1 & 1 for each in ignored)
-
-
-def started(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-    env = {name: text for name, text in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
-    command = subprocess.Popen([sys.executable, "-m", "fusedcomm", *args], cwd=folder, env=env, stderr=subprocess.PIPE)
-    pids: list[int] = []
-
-    def are_there() -> bool:
-        pids[:] = children(command.pid)
-        return command.poll() is not None or len(pids) == 2
-
-    wait_until(are_there)
-    return command, pids
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("signum", "running"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
-def test_ranks_end_with_a_command(signum: signal.Signals, running: bool, tmp_path: Path) -> None:
-    command, pids = started(tmp_path, "bench", "ops", "--device", "cpu", "--rounds", "10000")
-    wait_until(lambda: run(pids) or not running)
-    command.send_signal(signum)
-    assert command.wait(60) == (143 if signum is signal.SIGTERM else -signal.SIGKILL)
-    wait_until_dead(pids)
-
-
-@pytest.mark.nightly
-def test_ranks_of_explain_end_with_it(tmp_path: Path) -> None:
-    (tmp_path / "sleeps.py").write_text(SLEEPS)
-    command, pids = started(tmp_path, "explain", "sleeps.py")
-    wait_until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
-    command.kill()
-    command.wait(60)
-    wait_until_dead(pids)
 
 
 def death_signal(rank: int) -> int:
