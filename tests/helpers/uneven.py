@@ -135,26 +135,6 @@ class Uneven:
         starts, lengths = zip(*self.intervals(num_ranks), strict=True)
         return Splits(self.gather, size, starts, lengths, rank)
 
-    def dispatch(
-        self, x: Tensor, w: Tensor, bias: Tensor | None, rank: int, num_ranks: int, group: str, by_product: bool
-    ) -> Any:
-        """The op of the dispatcher. ``by_product``: what a gather has put together comes too."""
-        op, splits = getattr(torch.ops.fusedcomm, self.op), self.splits(rank, num_ranks)
-        if self.op == "matmul_all_to_all":
-            columns = self._columns(rank, num_ranks)
-            return op(
-                x, w, bias, columns, self._dim(self.gather_dim), self._dim(self.scatter_dim), *splits, num_ranks, group
-            )
-        if self.op == "all_to_all_matmul":
-            dims = self._dim(self.gather_dim), self._dim(self.scatter_dim)
-            return op(x, w, bias, *dims, by_product, *splits, num_ranks, group)
-        if self.op == "all_gather_matmul":
-            outs, gathered = op(
-                x, [w], [bias], self._dim(self.gather_dim), by_product, *splits.to_gather, num_ranks, group
-            )
-            return outs[0], gathered
-        return op(x, w, bias, "sum", self._dim(self.scatter_dim), *splits.to_scatter, num_ranks, group)
-
     def exchange(self, x: Tensor, w: Tensor, rank: int, num_ranks: int) -> Exchange:
         splits = self.splits(rank, num_ranks)
         if self.op == "matmul_all_to_all":

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import CodeType, FrameType
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,12 +18,11 @@ from torch._C._distributed_c10d import _SymmetricMemory
 import fusedcomm
 from fusedcomm.memory import members, workspace
 from tests.helpers.cut_store import CutStore
-from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.problems import HEADS, Problem
+from tests.helpers.problems import HEADS
 from tests.helpers.symmetric_memory import CPU, footprint, make, timeout
 
-LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 AFTER_S = 0.2
 WITHIN_S = 5.0  # less than a second where nothing else runs
 
@@ -132,61 +128,3 @@ def test_ctrl_c_while_the_store_is_cut_off() -> None:
 
 
 # At the start of each function in turn, where Python looks for signals.
-
-FOLDERS = tuple(str(Path(fusedcomm.__file__).parent / each) for each in ("memory", "run", "ops"))
-SWEPT = {
-    "warm": lambda group: call(group, HEADS),
-    "first": lambda group: call(group, HEADS),
-    "growth": lambda group: call(group, LARGER),
-    "close": fusedcomm.close,
-    "reset": fusedcomm.reset,
-}
-SHORT_S = 0.1
-
-
-class AtCall:
-    """Raises KeyboardInterrupt in the ``number``-th function of the package that is called inside; never for 0."""
-
-    def __init__(self, number: int) -> None:
-        self.left, self.seen = number, set[CodeType]()
-
-    def __enter__(self) -> None:
-        sys.settrace(self._trace)
-
-    def __exit__(self, *exc: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, arg: object) -> None:
-        if frame.f_code not in self.seen and frame.f_code.co_filename.startswith(FOLDERS):
-            self.seen.add(frame.f_code)
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-
-
-@on_ranks(2)
-@pytest.mark.nightly
-@pytest.mark.parametrize("phase", SWEPT)
-def test_ctrl_c_at_every_function(rank: int, phase: str) -> None:
-    number, ended = 1, False
-    while not ended:
-        with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
-            if phase != "first":
-                check(group, HEADS, call(group, HEADS))
-                member_of(group).workspace.timeout_s = SHORT_S
-            dist.barrier(group)
-            at = AtCall(number if rank == 1 else 0)
-            with timeout(SHORT_S):
-                with suppress(KeyboardInterrupt, fusedcomm.PeerError), at:
-                    SWEPT[phase](group)
-                dist.barrier(group)
-                with suppress(fusedcomm.PeerError):
-                    check(group, HEADS, call(group, HEADS, 1), 1)
-            dist.barrier(group)
-            fusedcomm.reset(group)
-            check(group, HEADS, call(group, HEADS, 2), 2)
-            over = [rank == 1 and at.left > 0]
-            dist.broadcast_object_list(over, 1)
-            number, ended = number + 1, over[0]
-    assert number > 2

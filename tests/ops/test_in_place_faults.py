@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from fusedcomm.plan import moves, planner
 from fusedcomm.run import python_executor
 from tests.faults.prepared_calls import until_posted
 from tests.helpers.groups import member_of
-from tests.helpers.heaps import in_child
 from tests.helpers.in_place import (
     TO_ALL,
     after_peers,
@@ -36,7 +33,6 @@ from tests.helpers.in_place import (
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import python_calls
 from tests.helpers.problems import Problem
-from tests.helpers.waiting import wait_until
 
 
 def stopped(original: Callable[..., Any], pid: int) -> Callable[..., Any]:
@@ -136,42 +132,6 @@ def test_calls_with_one_fingerprint_write_beyond_no_result(rank: int, plans: boo
         results_of(group, (SMALL, LARGE)[rank])
         dist.barrier(group)
         assert all((t == 7).all() for t in around)
-
-
-@on_ranks(2)
-def test_a_child_of_a_process_whose_peer_writes(rank: int, tmp_path: Path) -> None:
-    """Rank 0 has posted its result and waits while it forks. What its child writes then reaches neither rank."""
-    with chunked_group() as group:
-        warm_up(group, TO_ALL)
-        held = results_of(group, TO_ALL)
-        warm_up(group, TO_ALL)  # the next block
-        heap = member_of(group).workspace.results
-
-        def write() -> bool:
-            others = [heap.empty(held[0].shape, torch.float32).fill_(9) for _ in range(8)]
-            with pytest.raises(RuntimeError, match="was forked from rank"):
-                results_of(group, TO_ALL, 1)
-            return bool((held[0].fill_(9) == 9).all()) and not any(map(heap.heap.place, others))
-
-        with python_calls() as ran:
-            if rank == 0:
-                found: list[list[Tensor]] = []
-                thread = threading.Thread(target=lambda: found.append(results_of(group, TO_ALL, 1)))
-                thread.start()
-                wait_until((tmp_path / "posted").exists)
-                assert in_child(write) == 0
-                (tmp_path / "written").touch()
-                thread.join()
-                assert arrived(group) == [1]
-            else:
-                until_posted(member_of(group).workspace, bound_s=20)
-                (tmp_path / "posted").touch()
-                wait_until((tmp_path / "written").exists)
-                found = [results_of(group, TO_ALL, 1)]
-            assert ran == []
-        assert_exact(found[0], wanted(group, TO_ALL, 1))
-        assert_exact(held, wanted(group, TO_ALL))
-        warm_up(group, TO_ALL)
 
 
 @on_ranks(2)

@@ -20,7 +20,6 @@ import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
 
 D, SCALE = 8, 3.0
-KINDS = ("shared", "shared-held", "column", "column-held", "column-dtensor", "row", "row-dtensor", "row-tokens")
 ALIASES_X0 = (
     "shared-held",
     "column",
@@ -28,7 +27,6 @@ ALIASES_X0 = (
     "row",
     "row-tokens",
 )  # the layers' x is memory of the program's x0
-TARGETS = ("x", "x.local", "x0", "q.weight", "q.weight.local", "k.weight", "k.weight.local", "k.bias")
 
 
 class Program(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,38 +266,6 @@ def test_json_and_back(device_type: str) -> None:
     assert other.digest != default.digest
 
 
-def changed(*path: str, value: Any) -> dict[str, Any]:
-    data = json.loads(json.dumps(DEFAULTS["cuda"].to_json()))
-    inner = data
-    for name in path[:-1]:
-        inner = inner[name]
-    inner[path[-1]] = value
-    return data
-
-
-@pytest.mark.parametrize(
-    "data, text",
-    [
-        ([], "constants must have exactly the fields"),
-        (changed("extra", value=1), "constants must have exactly the fields"),
-        (changed("source", value="guessed"), "source and device_type must be known, got 'guessed'"),
-        (changed("device_type", value="tpu"), "source and device_type must be known"),
-        (changed("copy_bandwidth", value=math.nan), r"copy_bandwidth must be a number in \[.*\], got nan"),
-        (changed("copy_bandwidth", value=0), "copy_bandwidth must be a number"),
-        (changed("copy_bandwidth", value=10**400), "copy_bandwidth must be a number"),
-        (changed("copy_bandwidth", value="1e12"), "copy_bandwidth must be a number"),
-        (changed("link_latency", value=-1e-6), r"link_latency must be a number in \[0, 1\]"),
-        (changed("num_sms", value=1.5), "num_sms must be a number"),
-        (changed("matmul_flops", "int8", value=1e12), "matmul_flops must have exactly the keys float32"),
-        (changed("matmul_flops", "tf32", value=None), r"matmul_flops\[tf32\] must be a number"),
-        (changed("call_overhead", "unfused", value=-1), r"call_overhead\[unfused\] must be a number in \[0, 1\]"),
-    ],
-)
-def test_impossible_constants_are_refused(data: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        Constants.from_json(data)
-
-
 # parts of different sizes
 
 
@@ -391,14 +358,6 @@ def test_overheads_ask_for_fewer_pieces(op: str) -> None:
         before = num_pieces + 1
 
 
-def test_latencies_count_where_the_wire_is_longer() -> None:
-    op = "matmul_all_to_all"
-    slow = replace(CPU, matmul_flops=matmul_takes(1.0), backend_bandwidth=wire_takes(op, 4.0))
-    slow = replace(slow, backend_latency=dict.fromkeys(slow.backend_latency, 0.5))
-    times = {num: 4 + 0.5 * num + 1 / num for num in in_pieces.NUM_PIECES}
-    assert of(op, slow) == (min(times, key=times.__getitem__), close(min(times.values())))
-
-
 def test_few_rows_are_multiplied_before_anything_is_sent() -> None:
     """So nothing is hidden."""
     few = shapes.matmul_reduce_scatter((64, 512), (512, 2048), "sum", 0, 4)
@@ -406,14 +365,6 @@ def test_few_rows_are_multiplied_before_anything_is_sent() -> None:
     constants = replace(CPU, matmul_flops=matmul_takes(4.0), backend_bandwidth=wire_takes("matmul_all_to_all", 4.0))
     together = constants.matmul("float32", 1, 64, 512, 2048) + 4 * 64 / 1024
     assert in_pieces.fastest("matmul_reduce_scatter", few, "float32", constants)[1] == close(together)
-
-
-def test_sockets_take_a_cpus_time_and_nccl_takes_sms() -> None:
-    op = "matmul_all_to_all"
-    copied = of(op, replace(CPU, copy_bandwidth=1e9))[1]
-    assert copied == close(2 * 3 * CHUNK / 1e9)
-    gpu = replace(GPU, num_sms=1, matmul_flops=matmul_takes(4.0))
-    assert of(op, gpu)[1] == close(4 * 8 / 7)
 
 
 def test_links_across_hosts_are_those_of_data_sheets() -> None:

@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fusedcomm.launch.ranks import RankPool
 from fusedcomm.redistribution import execute, reductions, steps, uneven
 from fusedcomm.redistribution.steps import Step
 from tests.helpers import redistribution_world as world
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
 
-Ranks = Callable[[int], RankPool]
 Placed = tuple[int | str | None, ...]
 
 

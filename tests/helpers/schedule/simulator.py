@@ -51,13 +51,6 @@ class TimeLine:
     def total(self) -> float:
         return max(run.end for run in self.runs.values())
 
-    def busy(self, rank: int) -> dict[int, float]:
-        """Seconds by stream in which one of its operations ran, waits included."""
-        found: dict[int, float] = defaultdict(float)
-        for run in self._of(rank):
-            found[run.operation.stream] += run.end - run.start
-        return dict(found)
-
     def stalls(self, rank: int) -> dict[str, float]:
         """Seconds by cause, over all streams: kernels without room, and kernels that wait for peers."""
         found: dict[str, float] = defaultdict(float)
