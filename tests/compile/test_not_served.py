@@ -15,8 +15,10 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fusedcomm.compile
+from fusedcomm.compile.graph import breaks
 from fusedcomm.errors import PeerTimeoutError
 from tests.helpers.block_checks import interpreted, no_latency
+from tests.helpers.merge_world import MESHES, Calls, fake_world, traced
 from tests.helpers.on_ranks import on_ranks
 
 TIMEOUT_S, MARGIN_S = 3, 5
@@ -73,3 +75,36 @@ def test_a_rank_that_compiles_again_alone_behind_a_change_that_all_agreed_to(ran
         compiled(x, False)
         assert any(line.status == "merged" for line in report.collectives)
         failure(lambda: compiled(x, rank == 0))
+
+
+# The hint that a graph break stands between a collective and its matmul.
+def ends(c: Calls, x: Tensor) -> Any:
+    arrived = c.ar(x.view(4, 6), 0)
+    return arrived.relu(), c.ar(x.relu(), 0).view(3, 8), c.ar(x.sin(), 0).cos(), c.ar(x.cos(), 1)[:1]
+
+
+def test_a_collective_at_an_end_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters: dict[str, dict[str, int]] = {"graph_break": {}}
+    monkeypatch.setattr(torch._dynamo.utils, "counters", counters)
+    with fake_world(MESHES["2x3"]) as world:
+        graph = traced(lambda x: ends(Calls(world), x), (8, 3)).graph
+        assert breaks.hints(graph) == {}
+        counters["graph_break"] |= {"an older one": 1, "call of print\nExplanation": 2}
+        want = [
+            "; what it sends is an input of the graph, and dynamo has broken graphs, last for: call of print",
+            "; the graph ends with it, and dynamo has broken graphs, last for: call of print",
+        ]
+        assert list(breaks.hints(graph).values()) == want
+
+
+def test_dynamo_counts_why_it_broke_a_graph() -> None:
+    """The counter is private: this fails where another release of torch has none."""
+
+    def program(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    before = sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch.compile(program, backend="eager")(torch.ones(2))
+    assert sum(torch._dynamo.utils.counters["graph_break"].values()) > before

@@ -24,9 +24,8 @@ from fusedcomm.compile.overlap.scheduler import OverlapReport, schedule
 from fusedcomm.compile.overlap.simulator import simulate
 from fusedcomm.plan.cost import model, tuned
 from tests.compile.test_overlap_properties import fake_world
-from tests.helpers.order_checks import WAIT, executed, is_start
+from tests.helpers.order_checks import WAIT, Traced, executed, is_start
 from tests.helpers.random_graphs import Peers, aten, functional, inputs
-from tests.helpers.traced import Traced
 
 all_gather, all_reduce = functional.all_gather_into_tensor.default, functional.all_reduce.default
 N = 2048  # rows and columns of what pays to fuse

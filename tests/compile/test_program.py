@@ -17,7 +17,7 @@ from fusedcomm.compile.graph.layout import ASSUMED_SIZE
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.simulator import simulate
-from tests.helpers.traced import Traced
+from tests.helpers.order_checks import Traced
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 

@@ -19,7 +19,7 @@ from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.simulator import simulate
 from fusedcomm.compile.overlap.timeline import Timeline
 from tests.compile.test_program import Costs
-from tests.helpers.traced import Traced
+from tests.helpers.order_checks import Traced
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 LINKS = {"a": "intra", "b": "intra", "c": "inter"}  # by group

@@ -21,8 +21,8 @@ import fusedcomm.compile
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.plan.cost.model import DEFAULTS
 from tests.helpers.graphs import recorded_graphs
+from tests.helpers.groups import left_as_found
 from tests.helpers.model_blocks import BLOCKS, ROTARIES, Model, Size, Table, rotary_table
-from tests.helpers.process_groups import left_as_found
 
 Values = dict[str, Tensor]
 Differences = dict[str, float]

@@ -34,8 +34,7 @@ from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order, scaled_rounds
-from tests.helpers.narrow_products import narrow_products
-from tests.helpers.ptx_loops import main_loops
+from tests.helpers.ptx_order import main_loops, narrow_products
 from tests.helpers.token_rows import run_kernel
 
 RANK, GROUP_SIZE = 1, 4

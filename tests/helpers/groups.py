@@ -11,9 +11,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 import fusedcomm
 from fusedcomm.memory import members, results
+from fusedcomm.redistribution import mesh_groups
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
 
@@ -112,3 +114,20 @@ def check_bad_input(rank: int, op: str, arguments: dict[str, Any], message: str)
         assert not sent.chunks and not plain.names("_c10d_functional")
         texts.add(str(caught.value))
     assert len(texts) == 1
+
+
+@contextmanager
+def left_as_found(**env: str) -> Iterator[pytest.MonkeyPatch]:
+    """WORLD is as new inside, under these settings; groups that are made inside are destroyed."""
+    before = list(c10d._world.pg_map)
+    mesh_groups._worlds.clear()
+    mesh_groups._meshes.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(f"FUSEDCOMM_{name}", value)
+        try:
+            yield patch
+        finally:
+            for pg in [pg for pg in c10d._world.pg_map if pg not in before]:
+                dist.destroy_process_group(pg)
+            mesh_groups._worlds.clear()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 import fusedcomm.parallel
-from tests.helpers.process_groups import left_as_found
+from tests.helpers.groups import left_as_found
 
 VOCAB, WIDTH, HEADS, KV_HEADS, TOKENS, BATCH, LAYERS = 64, 32, 8, 4, 16, 4, 2
 HEAD_DIM = WIDTH // HEADS

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch.distributed import HashStore, Store
 
 from fusedcomm.launch.ranks import RankPool
 
@@ -65,3 +68,74 @@ def error_of(call: Callable[[], object]) -> str:
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+PAGE = os.sysconf("SC_PAGESIZE")
+NUMEL = 2048
+BYTES = 4 * NUMEL
+MB = 1 << 20
+CHILD_S = 60  # a child that takes longer hangs
+
+
+def make_heap(num_bytes: int = 4 * MB, least_bytes: int = 0) -> Any:
+    return native.ResultsHeap(symm_mem.empty(num_bytes, dtype=torch.uint8, device=CPU), least_bytes)
+
+
+def in_heap(heap: Any, numel: int = NUMEL) -> Tensor:
+    """A tensor in a block, after results of its size were freed."""
+    for _ in range(2):
+        heap.empty([numel], torch.float32)
+    t = heap.empty([numel], torch.float32)
+    assert heap.place(t) is not None
+    return t
+
+
+def places(heap: Any, tensors: list[Tensor]) -> list[int | None]:
+    return [heap.place(t) for t in tensors]
+
+
+def in_child(body: Callable[[], object]) -> int:
+    """The status of a forked child: 0 if the body is true there. A child that hangs is killed by its alarm."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(CHILD_S)
+        try:
+            os._exit(0 if body() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(pid, 0)[1]
+
+
+class CutStore(Store):
+    """``calls`` calls succeed; the later ones set ``blocked``, and block until ``back`` is set."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.inner = HashStore()
+        self.calls_left = calls
+        self.blocked, self.back = threading.Event(), threading.Event()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            self.blocked.set()
+            assert self.back.wait(60)
+        return getattr(self.inner, name)(*args)
+
+    def set(self, key: str, value: Any) -> None:
+        self._call("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._call("get", key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call("check", keys)
+
+    def add(self, key: str, value: int) -> int:
+        return self._call("add", key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._call("delete_key", key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._call("multi_get", keys)

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from tests.helpers.heaps import BYTES, CHILD_S, MB, NUMEL, in_child, in_heap, make_heap, places
+from tests.helpers.symmetric_memory import BYTES, CHILD_S, MB, NUMEL, in_child, in_heap, make_heap, places
 from tests.helpers.waiting import wait_until
 
 

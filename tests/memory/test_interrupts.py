@@ -17,11 +17,10 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 import fusedcomm
 from fusedcomm.memory import members, workspace
-from tests.helpers.cut_store import CutStore
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import HEADS
-from tests.helpers.symmetric_memory import CPU, footprint, make, timeout
+from tests.helpers.symmetric_memory import CPU, CutStore, footprint, make, timeout
 
 AFTER_S = 0.2
 WITHIN_S = 5.0  # less than a second where nothing else runs

@@ -23,10 +23,10 @@ import fusedcomm
 from fusedcomm.memory import flight_recorder
 from fusedcomm.ops import prepared
 from tests.helpers.groups import call, member_of, refuse_a_forked_child
-from tests.helpers.heaps import in_child
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import check_prepared, python_calls, started_group
 from tests.helpers.problems import HEADS, integers
+from tests.helpers.symmetric_memory import in_child
 from tests.helpers.waiting import wait_until
 from tests.memory.test_interrupts import AFTER_S, interrupted
 

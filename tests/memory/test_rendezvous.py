@@ -18,9 +18,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from fusedcomm.launch.ranks import KILLED, RankPool
-from tests.helpers.cut_store import CutStore
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.symmetric_memory import CPU, MISSING_S, error_of, footprint, make, rendezvous, timeout
+from tests.helpers.symmetric_memory import CPU, MISSING_S, CutStore, error_of, footprint, make, rendezvous, timeout
 
 
 @on_ranks(3)

@@ -20,8 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from tests.helpers.groups import empty_is_nan
-from tests.helpers.heaps import BYTES, MB, NUMEL, PAGE, in_heap, make_heap, places
-from tests.helpers.symmetric_memory import CPU, native
+from tests.helpers.symmetric_memory import BYTES, CPU, MB, NUMEL, PAGE, in_heap, make_heap, native, places
 
 ROOT = Path(__file__).parents[2]
 SPAN = 1024  # results from one look at what is needed to the next: kernels/cpu/heap_memory.h
@@ -122,7 +121,7 @@ def test_tensors_outlive_heap_and_segment_and_then_memory_goes() -> None:
 AT_THE_END = """
 import torch
 from tests.helpers.groups import empty_is_nan
-from tests.helpers.heaps import in_heap, make_heap
+from tests.helpers.symmetric_memory import in_heap, make_heap
 
 heap = make_heap()
 t = in_heap(heap)

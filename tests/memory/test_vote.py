@@ -15,8 +15,7 @@ from torch.distributed import DistError, HashStore, Store, TCPStore
 from fusedcomm.errors import PeerError, PeerTimeoutError
 from fusedcomm.memory import vote as vote_module
 from fusedcomm.memory.vote import STORE_GRACE_S, agree
-from tests.helpers.cut_store import CutStore
-from tests.helpers.symmetric_memory import timeout
+from tests.helpers.symmetric_memory import CutStore, timeout
 from tests.helpers.waiting import wait_until
 
 

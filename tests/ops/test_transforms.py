@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
-from tests.helpers.op_programs import program_of
+from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights, program_of
 from tests.helpers.problems import OPS, Inputs, Problem, flat, integers, unflat
 
 ONE_EACH = ["heads", "all_to_all_matmul-heads-gathered", "all_gather_matmul-list-qkv"]

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fusedcomm.parallel
+from tests.helpers.groups import left_as_found
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.process_groups import left_as_found
 from tests.helpers.small_llama import CLOSE, llama, meshes, parallelize, plain, sgd, shard, train, whole
 
 STYLES = {"torch": torch_parallel, "ours": fusedcomm.parallel}

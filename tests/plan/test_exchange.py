@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.builder import Builder
@@ -15,6 +17,7 @@ from fusedcomm.plan.chunk_matmul import PushedMatmul
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import Range, RoundSpans, block_shape, span
+from fusedcomm.plan.routing import Routing, counts_of, pack
 from tests.helpers.kernel_calls import run_now
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import Problem, integers
@@ -111,3 +114,13 @@ def test_many_rounds_are_not_kept() -> None:
     few, many = exchange.row_numel * 3, exchange.row_numel
     assert len(exchange.rounds(few)) == 200 and exchange.rounds(few) is exchange.rounds(few)
     assert len(exchange.rounds(many)) == 600 and exchange.rounds(many) is not exchange.rounds(many)
+
+
+# A routing is made on its device: nothing comes from the host or goes there.
+def test_nothing_waits_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meta tensor has no values: whoever asks for one gets an error, as the control does."""
+    monkeypatch.setattr(Tensor, "new_tensor", mock.Mock(side_effect=AssertionError))  # a copy of the host's numbers
+    ids = torch.empty(24, dtype=torch.int64, device="meta")
+    packed = pack(ids, 2, counts_of(ids, 4).repeat(2, 1), 1, 16, 4)
+    with pytest.raises(NotImplementedError):
+        Routing(packed, 1, 2, 24).runs(0, 1)

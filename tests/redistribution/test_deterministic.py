@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import fusedcomm
 from fusedcomm.launch.ranks import RankPool
-from tests.helpers.process_groups import left_as_found
+from tests.helpers.groups import left_as_found
 
 Ranks = Callable[[int], RankPool]
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

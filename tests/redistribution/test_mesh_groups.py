@@ -26,9 +26,9 @@ from fusedcomm.launch.ranks import RankPool
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.model import DEFAULTS, TUNED
 from fusedcomm.redistribution import mesh_groups
+from tests.helpers.groups import left_as_found
 from tests.helpers.merge_world import fake_ranks
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.process_groups import left_as_found
 
 Ranks = Callable[[int], RankPool]
 PERMUTED = [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]

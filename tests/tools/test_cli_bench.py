@@ -1,6 +1,9 @@
 """`fusedcomm bench`: what it checks, computes and writes. Figures of such sizes mean nothing."""
 
+from __future__ import annotations
+
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,17 +11,22 @@ from unittest import mock
 
 import jsonschema
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fusedcomm
+from fusedcomm.bench import bench_moe, decode
+from fusedcomm.bench import bench_plain as plain
 from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_bench import PROGRAMS
 from fusedcomm.bench.scaled_bench import BENCHES
-from fusedcomm.bench.timing import ValuesDiffer
+from fusedcomm.bench.timing import Timing, ValuesDiffer, all_gather_bytes, measure
 from fusedcomm.launch import world
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 from fusedcomm.tools import main
+from tests.helpers.on_ranks import on_ranks
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
 SHAPE = ("--shape", "36", "16", "24")
@@ -160,3 +168,120 @@ def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(world, "missing_gpus", lambda world_size: None)
     assert main(["bench", "ops", "--graph", "--device", "cuda", "--pass", "forward", "backward"]) == 2
     assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
+
+
+# The clock of all benches: wrong values stop every rank, times are the slowest rank's.
+CPU = torch.device("cpu")
+
+
+def measure_slow_rank_1(rank: int) -> tuple[dict[str, Timing], list[str], list[int]]:
+    called: list[str] = []
+    done: list[int] = []
+
+    def variant(name: str) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            called.append(name)
+            time.sleep(0.05 if name == "slow" and rank == 1 else 0.0)
+            return torch.zeros(1)
+
+        return call
+
+    variants = {name: variant(name) for name in ("slow", "quick", "third")}
+    times = measure(variants, CPU, rounds=4, warmup=1, on_round=done.append)
+    return times, called, done
+
+
+def test_times_are_the_slowest_ranks_and_variants_take_turns(ranks: Callable[[int], RankPool]) -> None:
+    (times, called, done), (times_1, called_1, _) = ranks(2).run(measure_slow_rank_1)
+    assert times == times_1
+    assert called == called_1
+    assert 0.05 <= times["slow"].p10 <= times["slow"].median <= times["slow"].p90
+    assert times["quick"].median < 0.04
+    rounds = [called[i : i + 3] for i in range(0, len(called), 3)]
+    assert all(sorted(r) == ["quick", "slow", "third"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert done == [1, 2, 3, 4, 5]
+
+
+def test_what_a_timing_says_of_its_rounds() -> None:
+    seconds = torch.arange(1, 102, dtype=torch.float64)
+    timing = Timing.of(seconds.flip(0))
+    assert (timing.p10, timing.median, timing.p90, timing.p99) == (11.0, 51.0, 91.0, 100.0)
+    assert timing.variation == pytest.approx((850.0**0.5) / 51.0)  # the variance of 1 to n is (n * n - 1) / 12
+
+
+def gather_text(rank: int, texts: list[bytes]) -> list[bytes]:
+    return all_gather_bytes(texts[rank], CPU)
+
+
+def test_bytes_of_any_length_are_gathered(ranks: Callable[[int], RankPool]) -> None:
+    for texts in ([b"", b""], [b"a", b"\x00bc " * 999], [b" ", b""]):
+        assert ranks(2).run(gather_text, texts) == [texts, texts]
+
+
+# `fusedcomm bench plain` and `decode`: values are checked, and every row has its figures.
+@pytest.mark.usefixtures("shared_ranks")
+def test_every_op_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plain.json"
+    assert main(["bench", "plain", "--bytes", "4096", "--rounds", "2", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["op"] for row in rows] == list(plain.CALLS)
+    for row in rows:
+        assert row["ratio"] == row["ours"]["median"] / row["backend"]["median"] and row["op"] in row["plan"]
+        assert row["op"] in capsys.readouterr().out or row is not rows[0]
+
+
+@on_ranks(2)
+def test_wrong_values_are_found(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
+        patch.setitem(plain.CALLS, "all_reduce", (fusedcomm.all_reduce, lambda x: fusedcomm.all_reduce(x) + rank))
+        plain.measure_plain(rank, "all_reduce", 64, "float32", "cpu", 1)
+    assert torch.equal(fusedcomm.all_reduce(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_moe_has_a_row(tmp_path: Path) -> None:
+    file = tmp_path / "moe.json"
+    sizes = ("--tokens", "8", "--hidden", "4", "--rounds", "2")
+    assert main(["bench", "moe", *sizes, "--dtype", "float32", "bfloat16", "--json", str(file)]) == 0
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["tokens"] == 8 and row["ratio"] == row["ours"]["median"] / row["today"]["median"]
+
+
+@on_ranks(2)
+def test_wrong_rows_of_a_moe_are_found(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
+        today = bench_moe.today
+        patch.setattr(bench_moe, "today", lambda *args: today(*args) + rank)
+        bench_moe.measure_moe(rank, 2, 4, 4, 1, "float32", "cpu", 1)
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_decode_writes_what_it_draws_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
+    sizes = ("--rows", "512", "600", "--hidden", "4096", "--K", "4", "--rounds", "1")  # of which one call is measured
+    assert main(["bench", "decode", *sizes, "--json", str(file), "--plot", str(picture)]) == 0
+    rows, printed = json.loads(file.read_text())["rows"], capsys.readouterr().out
+    assert [(row["dtype"], row["rows"]) for row in rows] == [("float32", 512), ("float32", 600)]
+    for row in rows:
+        times = {name: timing["median"] for name, timing in row["times"].items()}
+        assert row["tail_ratio"]["median"] == pytest.approx(times["tail"] / times["unfused tail"])
+        assert row["ratio"]["median"] == pytest.approx(times["fused"] / times["unfused"])
+        above = times["fused"] - times["matmul"]
+        assert row["exposed_ratio"]["median"] == pytest.approx(above / times["unfused tail"], abs=1e-6)
+        assert f"{row['tail_ratio']['median']:.2f}" in printed
+        assert row["plan"].startswith("matmul_all_reduce_norm: chunked")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("result", [0, 1])
+def test_wrong_values_of_a_tail_are_found(rank: int, result: int) -> None:
+    call = fusedcomm.all_reduce_norm
+
+    def wrong(*args: torch.Tensor) -> list[torch.Tensor]:
+        return [each + rank * (i == result) for i, each in enumerate(call(*args))]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
+        patch.setattr(fusedcomm, "all_reduce_norm", wrong)
+        decode.measure_decode(rank, 2, 8, 4, "float32", "cpu", 1)

@@ -189,7 +189,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "        if flag != epoch << FINGERPRINT_BITS | fingerprint:",
         "        if flag >> FINGERPRINT_BITS != epoch:",
-        "tests/ops/test_peer_faults.py::test_a_peer_with_other_shapes_or_dims",
+        "tests/ops/test_in_place_faults.py::test_a_peer_with_other_shapes_or_dims",
     ),
     "a round left half way is broken": Control(
         WORKSPACE,
