@@ -151,9 +151,7 @@ def test_a_scattered_norm_has_the_wire_of_the_plain_op(capturing: list[bool], ex
         for kind in planner.KINDS.values() if verdict.prove else ():
             names = [verdict.name_of_proof(kind, each, BF16, exchange.cut is not None) for each in ("chunked", "fused")]
             us.outcomes.update(dict.fromkeys(names, "wrong values"))
-        plain, ours = (
-            planner.plan(f"matmul_reduce_scatter{form}", exchange, BF16, us) for form in ("", "_norm")
-        )
+        plain, ours = (planner.plan(f"matmul_reduce_scatter{form}", exchange, BF16, us) for form in ("", "_norm"))
         assert ours == replace(plain, op=ours.op) and ours.fingerprint == plain.fingerprint
 
 

@@ -18,8 +18,7 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
-from tests.helpers.norm_cases import ONE_SHOT, OTHERS, SCATTERED, NormCase
-from tests.helpers.plain_cases import IN_ROUNDS, UNEVEN_IN_ROUNDS, Case
+from tests.helpers.plain_cases import IN_ROUNDS, ONE_SHOT, OTHERS, SCATTERED, UNEVEN_IN_ROUNDS, Case, NormCase
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races

@@ -14,7 +14,7 @@ from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.schedule import Await, Copy, Finish, Launch, Schedule, Signal, Step, Stream
 from tests.helpers.group_collectives import one_buffer
-from tests.helpers.norm_cases import OTHERS
+from tests.helpers.plain_cases import OTHERS
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.hardware_queues import dealings, hangs

@@ -25,8 +25,8 @@ from fusedcomm.plan.schedule import Schedule, Stream
 from fusedcomm.run import python_executor
 from fusedcomm.run.python_executor import Execution
 from fusedcomm.testing.virtual import VirtualGroup
-from tests.helpers.norm_cases import NormCase
 from tests.helpers.op_problems import as_list
+from tests.helpers.plain_cases import NormCase
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 from tests.helpers.schedule.programs import GPU, operands, schedule
 from tests.helpers.schedule.random_orders import Gpus, NoProgressError

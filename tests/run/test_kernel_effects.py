@@ -16,7 +16,7 @@ from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.plan.geometry import exchange
 from fusedcomm.plan.schedule import Launch
 from fusedcomm.testing.virtual import VirtualGroup
-from tests.helpers.norm_cases import NormCase
+from tests.helpers.plain_cases import NormCase
 from tests.helpers.schedule.kernel_effects import EFFECTS, Group, KernelCall
 from tests.helpers.schedule.random_orders import Gpus, Queued
 from tests.kernels.test_token_rows import program
