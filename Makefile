@@ -13,7 +13,7 @@ NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels
 # Tests start hundreds of processes, each of which would compile all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup models demo test test-torch nightly lint docs wheel bench figures host-cost gpu-check clean
+.PHONY: help setup models demo test test-torch nightly lint docs wheel wheels bench figures host-cost gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -23,7 +23,8 @@ help:
 	@echo "            build/nightly.jsonl; PART=torch TORCH=2.15.0 is make test with another release of torch: GBs, as it has CUDA"
 	@echo "make lint   ruff, mypy, codespell, and whether docs/api and the map of the rooms follow the sources"
 	@echo "make docs   docs/api from the docstrings, and the map of the rooms in docs/architecture.md from the imports"
-	@echo "make wheel  dist/*.whl, with the native part for this Python and this release of torch if there is a C++ compiler"
+	@echo "make wheel  dist/*.whl, with the native part for this Python and this release of torch if there is a C++ compiler,"
+	@echo "            and the sources; make wheels TORCH=\"2.13.0 2.15.0\" PYTHON=\"python3.11 python3.12\": one for each"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: fusedcomm bench, OP=matmul_all_to_all"
 	@echo "            for one; OP=ulysses_block, a whole block, forward and backward; OP=start_program, under torch.compile;"
 	@echo "            OP=hosts, pipelined across two hosts on a throttled link, as root; BENCH_ARGS=--help has the options"
@@ -53,6 +54,7 @@ nightly: setup $(VENV)/.old_triton
 # In a copy of the checkout, as an editable install puts its native part there. torch chooses its Triton and its
 # setuptools; NumPy is older than 2.4 for the interpreter of the Triton 3.6 that torch 2.11 comes with.
 OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
+GOAL ?= test
 test-torch:
 	@test -n "$(TORCH)" || { echo "Name a release of torch: make nightly PART=torch TORCH=2.15.0" >&2; exit 1; }
 	mkdir -p $(OTHER)
@@ -60,7 +62,7 @@ test-torch:
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --preserve=timestamps -t $(OTHER)
 	sed -E '/^(triton|setuptools|numpy)==/d; s/^torch==.*/torch==$(TORCH)\nnumpy<2.4/' constraints.txt >$(OTHER)/constraints.txt
 	touch -r constraints.txt $(OTHER)/constraints.txt
-	$(MAKE) -C $(OTHER) test
+	$(MAKE) -C $(OTHER) $(GOAL)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -73,10 +75,17 @@ docs: $(VENV)/.made
 	$(BIN)/python -m docs.generate
 
 # build/lib* would bring back modules that are gone from the checkout.
-wheel: $(VENV)/.built
-	rm -rf build/lib* dist
-	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+WHEELS ?= dist
+wheel: $(VENV)/.torch
+	rm -rf build/lib* $(WHEELS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(WHEELS) .
+	$(BIN)/python -c "import build_backend; build_backend.build_sdist('$(WHEELS)')" >/dev/null 2>&1
+	@ls $(WHEELS)/*
+	@! ls $(WHEELS)/*-none-any.whl >/dev/null 2>&1 || echo "without the native part: no C++ compiler, or pip wheel --verbose says why"
+
+wheels:
+	@for torch in $(or $(TORCH),""); do for python in $(PYTHON); do $(MAKE) test-torch GOAL=wheel TORCH=$$torch PYTHON=$$python \
+	  WHEELS=$(CURDIR)/dist/torch-$$torch-$$(basename $$python) || exit; done; done
 
 bench: $(VENV)/.built
 	$(BIN)/$(or $(BENCH_$(OP)),fusedcomm bench $(OP)) $(BENCH_ARGS)
@@ -117,9 +126,12 @@ $(VENV)/.made:
 
 # torch and setuptools first: without build isolation setup.py builds the native part against them. Without
 # NumPy torch works, but complains. ninja compiles the native part's sources beside each other.
-$(VENV)/.built: $(VENV)/.made constraints.txt pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
+$(VENV)/.torch: $(VENV)/.made constraints.txt
 	@echo "Installing PyTorch, Triton and what they need into $(VENV), then building fusedcomm: minutes the first time"
 	$(PIP) "setuptools>=77" torch numpy ninja
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.torch pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --editable .
 	@touch $@
 
