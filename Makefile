@@ -13,7 +13,7 @@ NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels
 # Tests start hundreds of processes, each of which would compile all sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup models demo test test-torch nightly lint docs wheel wheels bench figures host-cost gpu-check clean
+.PHONY: help setup models demo test test-torch nightly lint docs wheel wheels bench figures results host-cost gpu-check clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "            for one; OP=ulysses_block, a whole block, forward and backward; OP=start_program, under torch.compile;"
 	@echo "            OP=hosts, pipelined across two hosts on a throttled link, as root; BENCH_ARGS=--help has the options"
 	@echo "make figures  the figures of docs/benchmark.md and others, into bench/results; 20 minutes of a machine that does nothing else"
+	@echo "make results  bench/results.csv, a line per measured figure of bench/results"
 	@echo "make host-cost  what a call costs the host of a GPU, in instructions, and what the streams are given; without a GPU,"
 	@echo "            with valgrind: 0.8 GB the first time, and 15 minutes; HOST_COST_ARGS= --ranks, --torch, --json FILE"
 	@echo "make gpu-check  what one GPU can prove, in two halves of 380 s, with a Python that has torch, PYTHON=; what was"
@@ -101,6 +102,10 @@ figures: setup
 	$(BIN)/python -m fusedcomm.bench.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m fusedcomm.bench.start_program --json $(RESULTS)-compile.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
+	$(MAKE) results
+
+results:
+	$(PYTHON) bench/results_csv.py
 
 # A CUDA build of torch in a venv of its own, without CUDA.
 HOST_COST_ARGS ?=

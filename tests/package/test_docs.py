@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ast
 import copy
+import csv
 import importlib
 import inspect
-import json
 import pickle
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusedcomm import tools
+from fusedcomm.bench import results_csv
 from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 from tests.helpers.problems import OPS
 
@@ -288,37 +289,119 @@ def test_an_index_names_every_page(index: str) -> None:
     assert linked == {name for name in pages if not name.startswith("api/")} - {"README.md"} | apart
 
 
-# figures
+# figures: bench/results.csv
 
 
-def results(name: str) -> Any:
-    return json.loads((ROOT / f"bench/results/{name}.json").read_text())
+@cache
+def figures() -> list[dict[str, str]]:
+    return list(csv.DictReader(results_csv.FILE.open()))
 
 
-def goal(report: Any, name: str) -> float:
-    return next(each["value"] for each in report["goals"] if each["name"] == name)
+def rows_of(file: str, **fields: str) -> list[dict[str, str]]:
+    fields["file"] = file
+    return [row for row in figures() if all(row[name] == value for name, value in fields.items())]
+
+
+def figure(file: str, **fields: str) -> float:
+    (row,) = rows_of(file, **fields)
+    return float(row["value"] or row["ratio"])
+
+
+def spread(file: str, **fields: str) -> str:
+    (row,) = rows_of(file, **fields)
+    return "{:.2f} ({:.2f} to {:.2f})".format(*(float(row[name]) for name in ("ratio", "low", "high")))
+
+
+def test_the_figures_are_those_of_the_runs() -> None:
+    assert results_csv.text() == results_csv.FILE.read_text(), "make results"
+    assert len(figures()) > 3000
+    assert {row["file"] for row in figures()} == {path.stem for path in results_csv.FOLDER.glob("*.json")}
+    assert all(row[name] for row in figures() for name in (*results_csv.FACTS, "figure"))
+    assert all(row["value"] or row["ratio"] or row["low"] for row in figures())
 
 
 def test_speeds_of_the_ops() -> None:
-    summaries = {each["op"]: each for each in results("cpu-2-ranks-ops")["summary"]}
-    fields = ("speedup_mean", "speedup_minimum", "over_roof_median", "free_exchange")
+    names = [f"summary {each}" for each in ("speedup_mean", "speedup_minimum", "over_roof_median", "free_exchange")]
     expected = []
     for op in OPS:
-        ragged = goal(results(f"cpu-2-ranks-ragged-{op}"), "ragged/aligned speed of auto, minimum")
-        figures = [*(summaries[op][field] for field in fields), ragged]
-        expected.append([f"`{op}`", *(f"{figure:.2f}" for figure in figures)])
+        found = [figure("cpu-2-ranks-ops", op=op, figure=name) for name in names]
+        found.append(figure(f"cpu-2-ranks-ragged-{op}", figure="goals value"))
+        expected.append([f"`{op}`", *(f"{each:.2f}" for each in found)])
     assert sorted(table_rows(page("benchmark"), "op")) == sorted(expected)
 
 
 def test_what_a_call_costs() -> None:
-    expected = []
-    for each in results("cpu-2-ranks-overhead")["ops"]:
-        calls = {call["name"]: call for call in each["calls"]}
-        compared = [("chunked", "hot", "baseline"), ("chunked", "cold", "baseline"), ("chunked", "cpu", "empty op")]
-        compared += [("unfused", "hot", "baseline"), ("unfused", "cold", "baseline")]
-        ratios = [calls[of][time]["median"] / calls[to][time]["median"] for of, time, to in compared]
-        expected.append([f"`{each['op']}`", *(f"{ratio:.2f}" for ratio in ratios)])
-    assert list(table_rows(page("benchmark"), "op, 4 x 16 @ 16 x 8")) == expected
+    compared = [("chunked", "hot", "baseline"), ("chunked", "cold", "baseline"), ("chunked", "cpu", "empty op")]
+    compared += [("unfused", "hot", "baseline"), ("unfused", "cold", "baseline")]
+    for row in table_rows(page("benchmark"), "op, 4 x 16 @ 16 x 8"):
+        of = partial(figure, "cpu-2-ranks-overhead", op=row[0].strip("`"))
+        ratios = [
+            of(what=f"{call}, forward", figure=time) / of(what=f"{other}, forward", figure=time)
+            for call, time, other in compared
+        ]
+        assert row[1:] == [f"{ratio:.2f}" for ratio in ratios]
+
+
+def test_speeds_across_hosts() -> None:
+    for op, *cells in table_rows(page("benchmark"), "wire / matmul"):
+        found = [
+            [row["ratio"] for row in rows_of("cpu-2-hosts", op=op.strip("`"), figure=name)]
+            for name in ("speedup auto", "over_bound")
+        ]
+        expected = [[f"{float(each):.2f}" for each in pair] for pair in zip(*found, strict=True)]
+        assert [cell.split(", ")[:2] for cell in cells] == expected
+
+
+def test_speeds_of_models() -> None:
+    blocks, styles = "cpu-2-ranks-model-blocks-xeon", "cpu-2-ranks-parallel-styles"
+    for block, _, *cells in table_rows(page("benchmark"), "block, float32"):
+        of = partial(spread, blocks, what=f"{block.strip('`')}, blocks, float32")
+        assert cells == [of(figure="plain_over_compiled"), of(figure="unmoved_over_compiled")]
+    for model, *cells, _ in table_rows(page("benchmark"), "model under styles"):
+        of = partial(spread, styles, what=f"{model.strip('`')}, parallel_styles, float32")
+        assert cells == [of(figure="torch_over_fused"), of(figure="torch_over_removed")]
+
+
+def latest(what: str, name: str = "ratio") -> float:
+    runs = [f"gpu-h200-2026-11-27{end}" for end in ("-scaled", "")]
+    row, *_ = (row for run in runs for row in rows_of(run, what=what, figure=name))
+    return float(row["value"] or row["ratio"])
+
+
+def test_speeds_on_one_gpu() -> None:
+    """The row of `use_fast_accum` is from a remark of its file."""
+    even = "8192 x 4096 x 4096", "4096 x 4096 x 4096", "2048 x 8192 x 8192"
+    odd = "start program, batch 4 of 16", "16384 x 3072 x 1024", "small 1024 x 1024 x 1024", "ragged 8000 x 4104 x 4104"
+    recipes = [
+        f"scaled/{kind} {even[0]}, {name}" for name in ("TensorWise", "BlockWise1x128") for kind in ("push", "gather")
+    ]
+    expected = {
+        "push over cuBLAS": [f"kernel speed/push {size}" for size in even],
+        "push: ": [f"kernel speed/push {size}" for size in odd],
+        "gather over cuBLAS": [f"kernel speed/gather {size}" for size in even],
+        "gather: ": [f"kernel speed/gather {size}" for size in odd],
+        "the same: sums in float32": recipes,
+        "pack, unpack": ["kernel speed/pack", "kernel speed/unpack"],
+        "reduce of": [f"kernel speed/reduce R={ranks}" for ranks in (2, 4, 8)],
+        "mixture of experts": [
+            f"moe speed/moe of 8192 tokens: {each} ratio" for each in ("send", "combine", "dispatch")
+        ],
+        "five ops": [f"op speed/{op}: fused over roof" for op in OPS],
+        "the same, `chunked`": [f"op speed/{op}: chunked over roof" for op in OPS],
+        "matmul, all_reduce": [f"tail speed/{rows} rows R=2: fused over local" for rows in (1, 16, 64, 256)],
+        "start program at": [f"start program/forward: {each} over roof" for each in ("fused", "chunked")],
+        "the same: backward": [f"start program/backward: {each} over roof" for each in ("fused", "chunked")],
+        "host time of a public call": [f"host time/2 ranks fused: {op}" for op in OPS],
+        "the same: `chunked` (torch.mm": [f"host time/2 ranks chunked: {op}" for op in OPS],
+    }
+    table = list(table_rows(page("benchmark"), "figure"))
+    for head, names in expected.items():
+        ((_, cell, _),) = (row for row in table if row[0].startswith(head))
+        measured = [latest(*each.split(": ")) for each in names]
+        if "host time" in names[0]:
+            assert cell == f"{min(measured):.0f} to {max(measured):.0f}"
+        else:
+            assert re.findall(r"\d\.\d\d", cell) == [f"{each:.2f}" for each in measured], head
 
 
 def python_calls() -> Iterator[tuple[str, ast.arguments]]:
