@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -94,12 +95,13 @@ def rounds_of_one(
 def tabulated(
     columns: Sequence[Column], rows: list[Any], total: int, title: str = ""
 ) -> Iterator[Callable[[Any], None]]:
-    """Print ``rows`` at the end, those before a failure too. Yields a function that adds a row, up to ``total``."""
+    """Print ``rows`` at the end, those before a failure too. Yields a function that adds a case's, ``total`` times."""
     with console.progress(world.is_rank_0(), total, "measuring", "measured") as on_done:
+        done = itertools.count(1)
 
-        def add(row: Any) -> None:
-            rows.append(row)
-            on_done(len(rows))
+        def add(found: list[Any]) -> None:
+            rows.extend(found)
+            on_done(next(done))
 
         try:
             yield add
@@ -163,14 +165,15 @@ def run_cases(
     end: Callable[[list[Any]], dict[str, Any]] = lambda rows: {},
     env: Mapping[str, str] = trace.QUIET,
 ) -> int:
-    """A row for each case by ``measure(rank, *case, device_type, rounds)`` in all ranks; a table and JSON.
+    """A row, or rows, of each case by ``measure(rank, *case, device_type, rounds)`` in all ranks; a table and JSON.
 
     ``end`` gets the rows, and gives more facts. Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong
     arguments.
     """
     device_type = args.device or world.default_device_type()
     world_size = world.world_size_of(args.world_size, device_type)
-    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
+    problem = world.cannot_start(device_type, world_size, args.oversubscribe)
+    if problem := problem or console.not_writable(args, "json"):
         return console.fail(name, problem, code=2)
     rows: list[Any] = []
     processor = torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
@@ -180,8 +183,8 @@ def run_cases(
             tabulated(columns, rows, len(cases), f"{world_size} ranks, {processor}") as add,
         ):
             for case in cases:
-                if (row := call(measure, *case, device_type, args.rounds)) is not None:
-                    add(row)
+                found = call(measure, *case, device_type, args.rounds)
+                add(found if isinstance(found, list) else [] if found is None else [found])
     except (ValuesDiffer, RankError) as error:
         return console.fail(name, world.message(error))
     if rows:  # not in torchrun's other ranks

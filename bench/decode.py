@@ -97,34 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         said = f"default: {' '.join(map(str, default))}"
         parser.add_argument(f"--{name}", nargs="+", type=console.positive, default=default, help=said)
     common.add_arguments(parser)
-    parser.add_argument("--plot", metavar="FILE", help="also draw the ratios; needs matplotlib")
 
 
 def run(args: argparse.Namespace) -> int:
     order = itertools.product(args.dtype, args.hidden, args.K, args.rows)
     sizes = [(rows, hidden, k, dtype) for dtype, hidden, k, rows in order]
-
-    def end(rows: list[DecodeRow]) -> dict[str, Any]:
-        if args.plot:
-            plot(rows, args.plot)
-        return {"ratios": ABOUT, "goal": GOAL}
-
-    return common.run_cases("bench decode", args, measure_decode, sizes, _COLUMNS, end)
-
-
-def plot(rows: list[DecodeRow], file: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.5), layout="constrained")
-    for axes, name in zip(figure.subplots(1, 2, sharey=True), ("tail_ratio", "exposed_ratio"), strict=True):
-        for key, each in itertools.groupby(rows, lambda row: f"{row.hidden}, K {row.k}, {row.dtype}"):
-            axes.plot(
-                *zip(*((row.rows, getattr(row, name).median) for row in each), strict=True), marker="o", label=key
-            )
-        axes.set(xscale="log", xlabel="rows", title=ABOUT[name])
-        axes.axhline(GOAL, color="grey", linestyle=":")
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=150)
+    facts = {"ratios": ABOUT, "goal": GOAL}
+    return common.run_cases("bench decode", args, measure_decode, sizes, _COLUMNS, lambda rows: facts)
 
 
 def _time(head: str, about: str, name: str) -> Column:

@@ -17,8 +17,8 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.bench import trace
+from fusedcomm.bench import common
+from fusedcomm.bench.common import us
 from fusedcomm.bench.op_bench import BASELINE, MATMULS, PROGRAMS, ROOF, OpData
 from fusedcomm.bench.rank_barrier import rank_barrier
-from fusedcomm.bench.timing import Timing, ValuesDiffer, check_values, repeated
+from fusedcomm.bench.timing import Timing, check_values, repeated
 from fusedcomm.launch import console, world
-from fusedcomm.launch.console import Column, Table
-from fusedcomm.launch.provenance import run_facts
-from fusedcomm.launch.ranks import RankError
+from fusedcomm.launch.console import Column
 from fusedcomm.memory.group import resolve
 from fusedcomm.ops.whole_group import MatmulSize
 
@@ -43,7 +42,6 @@ CPU = torch.device("cpu")
 MM, EMPTY = "torch.mm", "empty op"
 ALGORITHMS = ("unfused", "chunked")
 WARMUP = 1
-START_S, ROUND_S = 120, 60  # at most
 FILLED_BYTES = 32 << 20
 HOT_CALLS = 100
 WARM_CALLS = 5  # before each hot measurement: the one before has left other things in the caches
@@ -88,18 +86,8 @@ class TimedCall:
 
 
 @dataclass(frozen=True)
-class CallTimes:
-    """Seconds of one call."""
-
-    name: str
-    hot: Timing
-    cold: Timing
-    cpu: Timing
-
-
-@dataclass(frozen=True)
-class OpOverhead:
-    """An op in one direction."""
+class CallRow:
+    """A call of an op in one direction: seconds, hot and cold over the baseline's, CPU time over the empty op's."""
 
     op: str
     direction: str
@@ -107,18 +95,13 @@ class OpOverhead:
     k: int
     n: int
     group_size: int
-    plans: dict[str, str]
-    calls: list[CallTimes]
-
-    def over_baseline(self, name: str) -> dict[str, float]:
-        """Hot and cold time over the baseline's, and CPU time over that of the empty op."""
-        times = {each.name: each for each in self.calls}
-        ours, baseline, empty = times[name], times[BASELINE], times[EMPTY]
-        return {
-            "over_baseline": ours.hot.median / baseline.hot.median,
-            "cold_over_baseline": ours.cold.median / baseline.cold.median,
-            "cpu_over_empty": ours.cpu.median / empty.cpu.median,
-        }
+    name: str
+    hot: Timing
+    cold: Timing
+    cpu: Timing
+    over_baseline: float
+    cold_over_baseline: float
+    cpu_over_empty: float
 
 
 # In every rank
@@ -132,19 +115,17 @@ class CallClock:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self._filled = torch.zeros(FILLED_BYTES // 4, device="cpu")
 
-    def measure(
-        self, calls: Mapping[str, TimedCall], rounds: int, warmup: int, on_round: Callable[[int], None]
-    ) -> list[CallTimes]:
+    def measure(self, calls: Mapping[str, TimedCall], rounds: int) -> dict[str, list[Timing]]:
+        """Hot, cold and CPU seconds of one call of each."""
         names = list(calls)
         found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in names}
-        for round_ in range(-warmup, rounds):
+        for round_ in range(-WARMUP, rounds):
             for name in random.Random(round_).sample(names, len(names)):
                 with calls[name].forced():
                     times = self._round(calls[name].call)
                 if round_ >= 0:
                     found[name].append(times)
-            on_round(round_ + warmup + 1)
-        return [CallTimes(name, *self._of(each)) for name, each in found.items()]
+        return {name: self._of(each) for name, each in found.items()}
 
     def _round(self, call: Callable[[], Any]) -> tuple[Tensor, ...]:
         hot = self._hot(call)
@@ -191,22 +172,24 @@ class CallClock:
         return spent
 
 
-def measure_overhead(rank: int, op: str, direction: str, rounds: int, warmup: int) -> OpOverhead:
+def measure_overhead(rank: int, op: str, direction: str, device_type: str, rounds: int) -> list[CallRow]:
     """In every rank. Raises ValuesDiffer."""
     bench, group_size = PROGRAMS[op], dist.get_world_size()
     size = bench.divisible(SIZE, group_size)
     data = OpData(bench, size, torch.float32, CPU, direction)
-    with console.progress(rank == 0, rounds + warmup, f"{op}: checking values", op) as on_round:
-        barrier = rank_barrier(CPU)
-        calls = op_calls(data)
-        with_values = {name: calls[name].once for name in (BASELINE, *ALGORITHMS)}
-        check_values({ROOF: calls[MM].once, **with_values}, data.check)
-        times = CallClock(barrier).measure(calls, rounds, warmup, on_round)
-    plans = {}
-    for algorithm in ALGORITHMS:
-        with fusedcomm.force_algorithm(algorithm):
-            plans[algorithm] = str(data.plan())
-    return OpOverhead(op, direction, size.rows, size.k, size.n, group_size, plans, times)
+    barrier = rank_barrier(CPU)
+    calls = op_calls(data)
+    with_values = {name: calls[name].once for name in (BASELINE, *ALGORITHMS)}
+    check_values({ROOF: calls[MM].once, **with_values}, data.check)
+    times = CallClock(barrier).measure(calls, rounds)
+    facts = op, direction, size.rows, size.k, size.n, group_size
+
+    def row_of(name: str, call: list[Timing]) -> CallRow:
+        hot, cold, cpu = call
+        over = hot.median / times[BASELINE][0].median, cold.median / times[BASELINE][1].median
+        return CallRow(*facts, name, hot, cold, cpu, *over, cpu.median / times[EMPTY][2].median)
+
+    return [row_of(name, call) for name, call in times.items()]
 
 
 def op_calls(data: OpData) -> dict[str, TimedCall]:
@@ -223,32 +206,25 @@ def op_calls(data: OpData) -> dict[str, TimedCall]:
     }
 
 
-# In the process that prints
-
 TIME = "one call: back to back (hot), with cold caches (cold); slowest rank"
 RATIO = "the same over the baseline's: matmul and collective as users write them"
 SPENT = "CPU time of a call that finds the other ranks' data there, backend's threads included"
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.{0 if abs(seconds) >= 1e-4 else 1}f}"
-
-
 COLUMNS = (
-    Column("call", "docs/benchmark.md explains each", lambda row: row["name"], left=True),
-    Column("hot us", TIME, lambda row: _us(row["hot"]["median"])),
-    Column("cold us", TIME, lambda row: _us(row["cold"]["median"])),
-    Column("hot /\nbaseline", RATIO, lambda row: f"{row['over_baseline']:.2f}"),
-    Column("cold /\nbaseline", RATIO, lambda row: f"{row['cold_over_baseline']:.2f}"),
-    Column("CPU us", SPENT, lambda row: _us(row["cpu"]["median"])),
-    Column("CPU /\nempty op", "CPU us over that of the empty op", lambda row: f"{row['cpu_over_empty']:.2f}"),
+    Column("op", f"{SIZE.rows} x {SIZE.k} @ {SIZE.k} x {SIZE.n} or a little more", lambda row: row.op, left=True),
+    Column("pass", "what is measured", lambda row: row.direction, left=True, drop=1),
+    Column("call", "docs/benchmark.md explains each", lambda row: row.name, left=True),
+    Column("hot us", TIME, lambda row: us(row.hot.median)),
+    Column("cold us", TIME, lambda row: us(row.cold.median)),
+    Column("hot /\nbaseline", RATIO, lambda row: f"{row.over_baseline:.2f}"),
+    Column("cold /\nbaseline", RATIO, lambda row: f"{row.cold_over_baseline:.2f}"),
+    Column("CPU us", SPENT, lambda row: us(row.cpu.median)),
+    Column("CPU /\nempty op", "CPU us over that of the empty op", lambda row: f"{row.cpu_over_empty:.2f}"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--op", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="what is called (default: all)"
-    )
+    ops = "what is called (default: all)"
+    parser.add_argument("--op", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help=ops)
     direction = "what is measured (default: forward)"
     parser.add_argument(
         "--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"], help=direction
@@ -258,70 +234,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=console.positive, metavar="N", help=world_size)
     console.add_oversubscribe(parser)
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
+    parser.set_defaults(device="cpu")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong arguments."""
-    world_size = world.world_size_of(args.world_size, "cpu")
-    if problem := _wrong_arguments(args, world_size):
-        return console.fail(NAME, problem, code=2)
-    found: list[OpOverhead] = []
-    try:
-        limit_s = START_S + ROUND_S * (args.rounds + WARMUP)
-        with world.ranks("cpu", world_size, limit_s, trace.QUIET) as call:
-            for op, direction in itertools.product(args.op, args.direction):
-                measured = call(measure_overhead, op, direction, args.rounds, WARMUP)
-                if measured is not None:
-                    found.append(measured)
-                    console.show(table(measured))
-    except (ValuesDiffer, RankError) as error:
-        return console.fail(NAME, world.message(error))
-    if found:  # not in torchrun's other ranks
-        _print_end(found, args.rounds)
-        if args.json:
-            console.write_json(args.json, report(found, args.rounds))
-    return 0
-
-
-def _wrong_arguments(args: argparse.Namespace, world_size: int) -> str | None:
-    """The fault of the arguments, or None; else it would come up in the ranks, or after all is measured."""
-    if problem := world.cannot_start("cpu", world_size, args.oversubscribe):
-        return problem
-    if world_size < 2:
-        return f"--world-size must be at least 2, got {world_size}"
-    return console.not_writable(args, "json")
-
-
-def table(found: OpOverhead) -> Table:
-    """A `Legend` explains all tables of a run at once."""
-    title = f"{found.op}, {found.direction}: {found.rows} x {found.k} @ {found.k} x {found.n}"
-    return Table(COLUMNS, _rows(found), title, is_bold=lambda row: row["name"] in ALGORITHMS, has_legend=False)
-
-
-def report(found: Sequence[OpOverhead], rounds: int) -> dict[str, Any]:
-    """The JSON: every figure and its conditions. Times in seconds."""
-    ops = [asdict(each) | {"calls": _rows(each)} for each in found]
-    timing = {
-        "order": "interleaved by round",
-        "start": "barrier of symmetric memory",
-        "hot_calls": HOT_CALLS,
-        "cold_calls": COLD_CALLS,
-        "filled_bytes": FILLED_BYTES,
-        "last_calls": LAST_CALLS,
-        "late": LATE,
-    }
-    return run_facts() | {"what": "overhead", "rounds": rounds, "timing": timing, "ops": ops}
-
-
-def _rows(found: OpOverhead) -> list[dict[str, Any]]:
-    return [asdict(each) | found.over_baseline(each.name) for each in found.calls]
-
-
-def _print_end(found: Sequence[OpOverhead], rounds: int) -> None:
-    out = console.stdout()
-    console.show(console.Legend([table(found[0])]), out)
-    where = f"{found[0].group_size} CPU ranks of one thread; only ratios within one run mean anything"
-    out.print(f"{where}. Values checked before timing; medians of {rounds} rounds")
-    for each in found:
-        for plan in each.plans.values():
-            out.print(f"plan: {plan}", markup=False)
+    if (world_size := world.world_size_of(args.world_size, "cpu")) < 2:
+        return console.fail(NAME, f"--world-size must be at least 2, got {world_size}", code=2)
+    cases = [*itertools.product(args.op, args.direction)]
+    counts = {name: globals()[name] for name in ("HOT_CALLS", "COLD_CALLS", "LAST_CALLS", "FILLED_BYTES", "LATE")}
+    return common.run_cases(NAME, args, measure_overhead, cases, COLUMNS, lambda rows: {"counts": counts})

@@ -310,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     with tabulated(COLUMNS, rows, len(found["rows"])) as add:
         for facts, _ in found["rows"]:
-            add(row_of(facts))
+            add([row_of(facts)])
     print(f"{args.mbit} Mbit/s each way; {found['tuned']}")
     print(noise_of(rows) + f"; load averages at the end: {found['load']}")
     goals = summary(rows)

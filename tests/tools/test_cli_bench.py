@@ -257,10 +257,10 @@ def test_wrong_rows_of_a_moe_are_found(rank: int) -> None:
 
 
 @pytest.mark.usefixtures("shared_ranks")
-def test_decode_writes_what_it_draws_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
+def test_decode_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "decode.json"
     sizes = ("--rows", "512", "600", "--hidden", "4096", "--K", "4", "--rounds", "1")  # of which one call is measured
-    assert main(["bench", "decode", *sizes, "--json", str(file), "--plot", str(picture)]) == 0
+    assert main(["bench", "decode", *sizes, "--json", str(file)]) == 0
     rows, printed = json.loads(file.read_text())["rows"], capsys.readouterr().out
     assert [(row["dtype"], row["rows"]) for row in rows] == [("float32", 512), ("float32", 600)]
     for row in rows:
@@ -271,7 +271,6 @@ def test_decode_writes_what_it_draws_and_prints(tmp_path: Path, capsys: pytest.C
         assert row["exposed_ratio"]["median"] == pytest.approx(above / times["unfused tail"], abs=1e-6)
         assert f"{row['tail_ratio']['median']:.2f}" in printed
         assert row["plan"].startswith("matmul_all_reduce_norm: chunked")
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @on_ranks(2)
