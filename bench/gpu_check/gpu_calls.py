@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.env import WITH_WORKSPACE
+from fusedcomm.memory import topology
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import table
 from fusedcomm.ops.call_arguments import Arguments
@@ -293,10 +294,12 @@ class GpuCall(NamedTuple):
     def __str__(self) -> str:
         return f"{self.case} {str(self.dtype).removeprefix('torch.')} R={self.group_size}"
 
-    def group(self, algorithm: str, device: torch.device) -> VirtualGroup:
-        """A group that has run the case once, on each rank."""
+    def group(self, algorithm: str, device: torch.device, shares_gpu: bool = True) -> VirtualGroup:
+        """A group that has run the case once, on each rank; without a GPU also as if each had a GPU of its own."""
         chunk_bytes = self.case.exchange(self.group_size).chunk_numel * self.dtype.itemsize
         group = VirtualGroup(self.group_size, max(128, chunk_bytes * self.group_size // self.num_rounds), device)
+        for workspace in group.workspaces if not shares_gpu else ():
+            workspace.num_sms, workspace.shares_gpu = topology.num_sms(device), False
         inputs = self.inputs(0, device, 0)
         group.load(lambda workspace: self.case.run(workspace, algorithm, inputs), FINGERPRINT)
         return group

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0, or 1 with a message on stderr (2 for wrong arguments); for `explain` the script's."""
     # These imports stand here because the package does not need these modules
     from fusedcomm.launch import world
-    from fusedcomm.tools import bench, demo, doctor, explain, postmortem, selftest, tune
+    from fusedcomm.tools import bench, cache, demo, doctor, explain, postmortem, selftest, tune
 
     parser = argparse.ArgumentParser(
         prog="fusedcomm",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = f"fusedcomm {fusedcomm.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    for command in (doctor, selftest, demo, bench, tune, explain, postmortem):
+    for command in (doctor, selftest, demo, bench, tune, cache, explain, postmortem):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     if args.command is None:
