@@ -64,6 +64,14 @@ def test_decode_loop() -> None:
 
 
 @pytest.mark.nightly
+def test_engine_linear() -> None:
+    """It compares its results itself."""
+    result = torchrun("engine_linear", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.split("\n") == ["1 rows: fused", "16 rows: fused", "64 rows: fused", "128 rows: plain", ""]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [(), ("--compile",)], ids=["eager", "compiled"])
 def test_train_tp(options: tuple[str, ...], tmp_path: Path) -> None:
     """Its losses on 2 x 2 ranks, before and after it goes on from a checkpoint, are those of the plain model."""
