@@ -21,8 +21,11 @@ from fusedcomm.run.routed_rows import ByKernels, InPlace
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.in_place import WARM_UP
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.tiers import nightly_but
 
 H, N = 6, 5
+WAYS = [*product((1, 2, 3), ("unfused", "chunked")), (2, "fused")]
+LARGE = (4, "unfused"), (4, "chunked"), (8, "chunked"), (8, "unfused"), (3, "fused")
 
 
 class Case(NamedTuple):
@@ -93,7 +96,7 @@ class Problem:
         return {
             "one": torch.full_like(ids, self.num_experts - 1),
             "none": torch.full_like(ids, -1),
-            "twice": ids.clamp(min=0)[..., :1].expand(shape).contiguous(),
+            "twice": ids.clamp(min=0)[..., :1].expand(shape),
         }.get(self.case.kind, ids)
 
     def token(self, rank: int, slot: int) -> tuple[int, int, int]:
@@ -130,7 +133,7 @@ def routed(problem: Problem, rank: int, x: Tensor, ids: Tensor) -> tuple[Tensor,
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size, algorithm", [*product((1, 2, 3), ("unfused", "chunked")), (2, "fused")])
+@pytest.mark.parametrize("world_size, algorithm", nightly_but(WAYS, [*WAYS, *LARGE]))
 def test_values_and_gradients(rank: int, world_size: int, algorithm: str) -> None:
     """Exact. Calls follow each other in both slots, and ranks post results of earlier sizes."""
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
@@ -158,9 +161,9 @@ def test_values_and_gradients(rank: int, world_size: int, algorithm: str) -> Non
 
 @on_ranks()
 @pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", nightly_but([1, 2], [1, 2, 4]))
 def test_matmuls(rank: int, world_size: int, algorithm: str) -> None:
-    """Values and gradients of both, with the garbage that grouped_mm may leave behind the last row."""
+    """Values and gradients of both, with the garbage that grouped_mm may leave behind the last row; in bfloat16 too."""
     for seed, case in enumerate((Case(room="wide"), Case(room="less", own=3), Case(alignment=8), Case(kind="idle"))):
         problem = Problem(case, world_size, 1000 + 100 * seed)
         own = slice(rank * case.own, (rank + 1) * case.own)
@@ -176,24 +179,23 @@ def test_matmuls(rank: int, world_size: int, algorithm: str) -> None:
         options = {"alignment": case.alignment}
         facts = problem.num_experts, problem.capacity
         with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-            for first in (True, False):
-                if first:
-                    ids = problem.ids[rank]
-                    h, offsets, routing = fusedcomm.dispatch_grouped_matmul(x, ids, w, *facts, **options)
-                    assert not h[offsets[-1] :].any()
-                    h = torch.cat([h[: offsets[-1]], torch.full_like(h[offsets[-1] :], torch.nan)])
-                    y = fusedcomm.moe_combine(h, routing, scores)
-                else:
-                    rows, offsets, routing = routed(problem, rank, x, problem.ids[rank])
-                    h = torch.cat([rows[: offsets[-1]], torch.full_like(rows[offsets[-1] :], torch.nan)])
-                    y = fusedcomm.grouped_matmul_combine(h, w, routing, scores)
+            for first, casts in product((True, False), (False, True)):
+                with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                    if first:
+                        ids = problem.ids[rank]
+                        h, offsets, routing = fusedcomm.dispatch_grouped_matmul(x, ids, w, *facts, **options)
+                        assert not h[offsets[-1] :].any()
+                        h = torch.cat([h[: offsets[-1]], torch.full_like(h[offsets[-1] :], torch.nan)])
+                        y = fusedcomm.moe_combine(h, routing, scores)
+                    else:
+                        rows, offsets, routing = routed(problem, rank, x, problem.ids[rank])
+                        h = torch.cat([rows[: offsets[-1]], torch.full_like(rows[offsets[-1] :], torch.nan)])
+                        y = fusedcomm.grouped_matmul_combine(h, w, routing, scores)
+                assert y.dtype == (torch.bfloat16 if casts else torch.float32)
                 torch.testing.assert_close(y.double(), wants[rank], rtol=0, atol=0, msg=str(case))
-                got = torch.autograd.grad(y, (x, scores, w), grads[rank].float())
+                got = torch.autograd.grad(y, (x, scores, w), grads[rank].to(y.dtype))
                 for a, b in zip(got, want, strict=True):
                     torch.testing.assert_close(a.double(), b, rtol=0, atol=0, msg=str(case))
-        with torch.autocast("cpu", torch.bfloat16):
-            h, _, routing = fusedcomm.dispatch_grouped_matmul(x, problem.ids[rank], w, *facts, **options)
-            assert h.dtype == fusedcomm.moe_combine(h, routing, scores).dtype == torch.bfloat16
 
 
 @on_ranks(2)
