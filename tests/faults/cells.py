@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -139,7 +139,7 @@ _PAIRS = (
     ("chunked", prepared_calls.faults_and_steps, True),
 )
 _OF_ROWS = ("enter", "signal", "wait", *ROWS, "end")
-_OTHERS: dict[str, dict[str, Sequence[str]]] = {  # steps of ops that share the protocol of the five
+_OTHERS: dict[str, dict[str, Iterable[str]]] = {  # steps of ops that share the protocol of the five
     NORM: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")},
     SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
     DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", "launch-send_rows", "launch-take_rows")},

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusedcomm.kernels.triton import copy
+from fusedcomm.kernels.triton import copy, rounds, token_rows
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.testing import launch_now
 from tests.helpers import virtual_ranks as virtual
+from tests.kernels.test_failed_waits import of_rows
 
 SPANS = RoundSpans(*[Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)] * 5)
 EMPTY = RoundSpans(*[Span(size=0, start=0, inner=1, outer_stride=0, peer_stride=0)] * 5)
@@ -103,3 +105,29 @@ def test_a_failure_in_an_earlier_round_is_told_once(monkeypatch: pytest.MonkeyPa
     unpack(early)
     pack(early, 4)
     assert late.broken[0] >> 8 == 1 and early.broken[0] >> 8 == 2
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_who_still_reads_the_slot_of_a_failed_peer_is_told(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    """In a combine a rank's rows stay in its own slot. The control reads those of round 3 for those of round 1."""
+    monkeypatch.setattr(virtual, "NUM_PROGRAMS", dict.fromkeys(virtual.NUM_PROGRAMS, 1))
+    early, late = virtual.virtual_ranks(2, slot_bytes=12 * 8 * 4)
+    early.word(early.layout.timeout)[0] = int(20e6)
+    show, add = (partial(of_rows, name, fingerprint=virtual.FINGERPRINT) for name in ("show_rows", "add_rows"))
+    place, tell = token_rows._place, rounds.give_up_earlier
+
+    def place_late(*args: Any) -> Any:  # the late rank has waited for the early one, and is about to read
+        monkeypatch.setattr(token_rows, "_place", place)
+        assert (add(early, 0) == 2).all()
+        show(early, 2)
+        assert add(early, 0).isnan().all()
+        monkeypatch.setattr(rounds, "give_up_earlier", tell if tells else lambda *args: None)
+        show(early, 3)
+        return place(*args)
+
+    for rank in (early, late):
+        show(rank, 1)
+    monkeypatch.setattr(token_rows, "_place", place_late)
+    out = add(late, 0)
+    assert out.isnan().all() if tells else (out == 1 + 3).all()
+    assert late.broken[0] >> 8 == (1 if tells else 2)
