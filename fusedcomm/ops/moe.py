@@ -120,7 +120,8 @@ def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor
         [..., N]. The rest is that of `moe_combine`. Autocast casts h and w.
     """
     _check_weights(w, h)
-    return _combined(*_autocast(h, w), routing, scores, group)
+    h, w = cast_by_autocast(h, w)
+    return _combined(h, w, routing, scores, group)
 
 
 def dispatch_grouped_matmul(
@@ -151,7 +152,7 @@ def dispatch_grouped_matmul(
         of `moe_dispatch`. One runs behind the other: on CPUs a copy and a matmul would share the cores.
     """
     _check_weights(w, x)
-    x, w = _autocast(x, w)
+    x, w = cast_by_autocast(x, w)
     _check_like(x, w, num_experts, resolve(group)[0])
     rows, offsets, routing = moe_dispatch(
         x, expert_ids, num_experts, capacity, group, alignment=alignment, max_tokens=max_tokens
@@ -224,9 +225,8 @@ def _check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None
     require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
 
 
-def _autocast(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def cast_by_autocast(x: Tensor, *ws: Tensor) -> list[Tensor]:
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, w.dtype):
-        return x, w
-    dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), w.to(dtype)
+    if not torch.is_autocast_enabled(kind) or any(t.dtype == torch.float64 for t in (x, *ws)):
+        return [x, *ws]
+    return [t.to(torch.get_autocast_dtype(kind)) for t in (x, *ws)]
