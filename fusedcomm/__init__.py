@@ -53,7 +53,7 @@ from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.run.device_to_host import DeviceToHost
 
 if TYPE_CHECKING:
-    from fusedcomm import inference, nn, parallel
+    from fusedcomm import inference, moe, nn, parallel
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -81,6 +81,7 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "matmul_reduce_scatter_norm",
+    "moe",
     "moe_combine",
     "moe_counts",
     "moe_dispatch",
@@ -102,7 +103,9 @@ __all__ = [
     "synchronize",
 ]
 
-_LATE = {name: f"fusedcomm.{name}" for name in ("inference", "nn", "parallel")}  # DTensors take a second to import
+_LATE = {
+    name: f"fusedcomm.{name}" for name in ("inference", "moe", "nn", "parallel")
+}  # DTensors take a second to import
 
 import_hooks.install()
 

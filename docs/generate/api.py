@@ -19,6 +19,7 @@ MODULES = (
     "fusedcomm",
     "fusedcomm.parallel",
     "fusedcomm.nn",
+    "fusedcomm.moe",
     "fusedcomm.inference",
     "fusedcomm.compile",
     "fusedcomm.compile.overlap",

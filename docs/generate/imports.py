@@ -13,7 +13,7 @@ from pathlib import Path
 LAYERS = (
     *("env", "errors", "files", "machine"),
     *("kernels", "plan", "memory", "run"),
-    *("ops", "symm_mem", "parallel", "nn", "inference", "redistribution"),
+    *("ops", "symm_mem", "parallel", "nn", "moe", "inference", "redistribution"),
     "__init__",  # what `import fusedcomm` offers
     *("launch", "compile", "testing", "bench", "tools", "__main__"),
 )

@@ -1,0 +1,87 @@
+"""torchtitan's interface of token dispatchers, which torchtitan has since 0.3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fusedcomm.memory.group import Group, resolve
+from fusedcomm.ops.moe import moe_combine, moe_dispatch, require
+
+
+class TokenDispatcher:
+    """torchtitan's token dispatcher by `moe_dispatch` and `moe_combine`.
+
+    ``TokenDispatcher.Config`` is a ``token_dispatcher`` for torchtitan's ``RoutedExperts.Config``. All ranks have the
+    same number of tokens, unless num_max_tokens_per_rank or capacity is given.
+
+    Args:
+        config: its num_experts is E, its top_k is k; num_max_tokens_per_rank, capacity and alignment are max_tokens,
+            capacity and alignment of `moe_dispatch`.
+    """
+
+    @dataclass(kw_only=True)
+    class Config:
+        num_experts: int
+        top_k: int
+        num_max_tokens_per_rank: int | None = None
+        capacity: int | None = None
+        alignment: int = 1
+
+        def build(self) -> TokenDispatcher:
+            return TokenDispatcher(self)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+
+    def wire_meshes(self, *, ep_mesh: Group) -> None:
+        """Take the group of the experts.
+
+        Args:
+            ep_mesh: a 1-D DeviceMesh.
+        """
+        require(ep_mesh is not None, "ep_mesh", "a 1-D DeviceMesh", None)
+        self.group_name = resolve(ep_mesh)[1]
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Any = None,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Send tokens to their experts.
+
+        Args:
+            x_TD: [T, D].
+            topk_scores_TK: [T, k].
+            topk_expert_ids_TK: [T, k].
+            num_local_tokens_per_expert_E: not needed.
+
+        Returns:
+            (rows [capacity, D], rows of each expert of this rank [E / R], metadata for `combine`).
+        """
+        config, max_tokens = self.config, self.config.num_max_tokens_per_rank
+        if config.capacity is None and max_tokens is None:
+            max_tokens = len(x_TD)
+        facts, alignment = (self.num_experts, config.capacity, self.group_name), config.alignment
+        rows, offsets, routing = moe_dispatch(
+            x_TD, topk_expert_ids_TK, *facts, alignment=alignment, max_tokens=max_tokens
+        )
+        return rows, offsets.diff(prepend=offsets.new_zeros(1)), (routing, topk_scores_TK)
+
+    def combine(self, routed_output_RD: Tensor, metadata: tuple[Tensor, Tensor], x_TD: Any = None) -> Tensor:
+        """Bring the experts' results back, and add those of each token, times their scores.
+
+        Args:
+            routed_output_RD: [capacity, D].
+            metadata: of `dispatch`.
+            x_TD: not needed.
+
+        Returns:
+            [T, D].
+        """
+        return moe_combine(routed_output_RD, *metadata, self.group_name)
