@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedcomm
+from tests.helpers.groups import empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 from tests.ops.test_moe import Case, H, Problem, integers
 
 SIZE = 2
+HAS_SWITCH = find_spec("torch.distributed._token_switch") is not None
 
 
 def flat_problem(rank: int) -> tuple[Problem, Tensor, Tensor, Tensor, Tensor]:
@@ -60,3 +65,37 @@ def test_token_dispatcher(rank: int) -> None:
         dispatcher.wire_meshes(ep_mesh=None)
     dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (SIZE,)))
     assert dispatcher.dispatch(x[:4], scores[:4], ids[:4], None)[0].shape == (2 * 4 * 2, H)
+
+
+def test_token_switch_needs_a_torch_that_has_it() -> None:
+    if not HAS_SWITCH:
+        with pytest.raises(AttributeError, match=r"torch must be 2\.15 or newer"):
+            fusedcomm.moe.TokenSwitch  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'Switch'"):
+        fusedcomm.moe.Switch  # noqa: B018
+
+
+@on_ranks(SIZE)
+@pytest.mark.skipif(not HAS_SWITCH, reason="torch is older than 2.15")
+def test_token_switch(rank: int) -> None:
+    """torch's methods around it; a token's rows are weighed by the caller, with weights that came with the rows."""
+    problem, x, ids, scores, w = flat_problem(rank)
+    switch = fusedcomm.moe.TokenSwitch(None, 6, 14, problem.capacity, 4 * H)
+    with empty_is_nan():
+        counts = torch.full((4,), -1, dtype=torch.int32)
+        routing = switch.create_routing(ids, counts, layout="expert_major")
+        assert counts.tolist() == [*problem.counts[rank * 3 : rank * 3 + 3], -1]
+        rows, weights, idx = switch.dispatch(routing, x, scores.detach(), problem.capacity)
+        assert idx is None
+        y = switch.combine(routing, experts(rows * weights[:, None], w, counts[:3]))
+        check(problem, rank, y, (x, w), problem.scores)
+        out: Any = torch.empty_like(rows), torch.empty_like(weights), None
+        assert switch.dispatch(routing, x, scores, out=out) is out and out[0].equal(rows) and out[1].equal(weights)
+        assert switch.combine(routing, rows.detach(), out=torch.empty_like(x.detach())).isfinite().all()
+    for wrong in ("flat", None):
+        with pytest.raises(ValueError, match="layout must be 'expert_major'"):
+            switch.create_routing(ids, layout=wrong)
+    with pytest.raises(ValueError, match="out_tokens must be"):
+        switch.dispatch(routing, x, scores, 3)
+    with pytest.raises(ValueError, match="expert_tokens must be"):
+        switch.combine(routing, rows[:3])
