@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import patch
 
 import pytest
 from torch.distributed import HashStore
@@ -79,21 +77,3 @@ def test_a_rank_that_comes_late_takes_the_answer_that_stands(monkeypatch: pytest
     ranks = group(2)
     assert [rank.ask("a").kind == YES for rank in ranks] == [False, False]
     assert answers(ranks, [["b"], ["b"]]) == [[YES], [YES]]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(8))
-def test_random_programs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each event all ranks have one answer, which is yes only if all have the same program."""
-    monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "5")
-    rng, ranks = random.Random(seed), group(3)
-    agreed = 0
-    with patch.object(consent, "_SHORT", 1 / 5):
-        for _ in range(60):
-            event = rng.choices(["a", "b", "c", ""], k=3) if rng.random() < 0.4 else [rng.choice("abc")] * 3
-            found = answers(ranks, [[each] for each in event])
-            yes = [kinds == [YES] for kinds in found]
-            assert all(yes) or not any(yes), (event, found)
-            assert not any(yes) or len({*event}) == 1, event
-            agreed += all(yes)
-    assert agreed > 20

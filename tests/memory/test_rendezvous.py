@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from fusedcomm.launch.ranks import KILLED, RankPool
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.symmetric_memory import CPU, MISSING_S, CutStore, error_of, footprint, make, rendezvous, timeout
+from tests.helpers.symmetric_memory import CPU, MISSING_S, CutStore, error_of, make, rendezvous, timeout
 
 
 @on_ranks(3)
@@ -184,58 +183,3 @@ def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time() -> None:
     store.back.set()  # for the threads that are left in it
     assert error.startswith("DistStoreError: ")
     assert error.endswith("the store of the process group does not answer: is its host cut off?")
-
-
-# Ranks that are killed
-
-held: Any = None
-
-
-def attach(rank: int) -> None:
-    """Hold a tensor and a handle after the call has returned."""
-    global held
-    held = make(1 << 16)
-    held[0].fill_(rank)
-    held[1].barrier()
-
-
-def detach(rank: int) -> tuple[int, int]:
-    global held
-    held = None
-    return footprint()
-
-
-def rendezvous_without_rank_2(rank: int) -> str:
-    """Rank 2 comes too late to meet rank 1, which is killed in its rendezvous."""
-    if rank == 2:
-        time.sleep(1.2 * MISSING_S)
-    with timeout(2 * MISSING_S):
-        return error_of(lambda: make(8))
-
-
-def after_the_kill(rank: int) -> tuple[str, str, list[int]]:
-    t, handle = held
-    barrier = error_of(lambda: handle.barrier(timeout_ms=int(MISSING_S * 1e3)))
-    with timeout(MISSING_S):
-        late = error_of(lambda: make(8))
-    # What a killed rank has mapped stays readable, its own memory too.
-    sums = [int(handle.get_buffer(peer, t.shape, t.dtype).sum()) for peer in range(3)]
-    return barrier, late, sums
-
-
-@pytest.mark.nightly
-def test_killed_rank_is_named_and_leaves_nothing() -> None:
-    with RankPool(3, env={"FUSEDCOMM_TIMEOUT_S": "20"}) as pool:
-        pool.run(attach)
-        pool.start(rendezvous_without_rank_2)
-        time.sleep(MISSING_S / 2)
-        pool.kill(1)
-        in_rendezvous, later = pool.join(), pool.run(after_the_kill)
-        assert in_rendezvous[1] is later[1] is KILLED
-        for rank in (0, 2):
-            assert in_rendezvous[rank].endswith("rank 1 did not come within 1 s")
-            barrier, late, sums = later[rank]
-            assert barrier.endswith("rank 1 has not come")
-            assert late.endswith("rank 1 did not come within 0.5 s")
-            assert sums == [0, 1 << 16, 2 << 16]
-        assert pool.run(detach) == [(0, 0), KILLED, (0, 0)]

@@ -56,17 +56,6 @@ def test_whole_model(rank: int, enabled: bool) -> None:
         assert len(fused) >= (8 if enabled else 0)  # 4 gathers and their backwards: the other ops are in the graph
 
 
-@on_ranks(2)
-@pytest.mark.nightly
-@pytest.mark.parametrize("enabled", [False, True])
-def test_blocks(rank: int, enabled: bool) -> None:
-    with compiling(enabled):
-        model = parallelize(llama(), init_device_mesh("cpu", (2,)))
-        compile_blocks(model)
-        run = train(model)
-        check(run)
-
-
 @on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize("checkpointed", [False, True])

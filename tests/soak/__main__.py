@@ -25,11 +25,10 @@ REPORT_CALLS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     size = int(os.environ["WORLD_SIZE"]) if world.under_torchrun() else args.ranks or RANKS
     device_type = args.device or ("cpu" if world.missing_gpus(size) else "cuda")
-    if problem := _without_effect(parser, args) or _wrong_arguments(args, device_type, size):
+    if problem := _wrong_arguments(args, device_type, size):
         print(f"tests.soak: {problem}", file=sys.stderr)
         return 2
     ranks = SoakRanks(device_type, size)
@@ -67,14 +66,10 @@ def _failed(ranks: SoakRanks, seed: int, index: int, outcome: SoakOutcome) -> in
 
 
 def _replay(ranks: SoakRanks, args: argparse.Namespace) -> int:
-    for run in range(args.times):
-        outcome = ranks.run(args.seed, args.program, args.steps)
-        if outcome.failures:
-            _tell(outcome)
-            _say(f"failed in run {run + 1}")
-            return 1
-    _say(f"nothing failed in {args.times} runs")
-    return 0
+    outcome = ranks.run(args.seed, args.program, args.steps)
+    _tell(outcome)
+    _say("failed" if outcome.failures else "nothing failed")
+    return bool(outcome.failures)
 
 
 def _tell(outcome: SoakOutcome) -> None:
@@ -98,16 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="also write what was run and found to FILE")
     parser.add_argument("--program", type=int, metavar="INDEX", help="run only this program of --seed again")
     parser.add_argument("--steps", type=_step_numbers, metavar="N,N,...", help="with --program: only these steps of it")
-    parser.add_argument("--times", type=console.positive, default=1, help="with --program: how often")
     return parser
-
-
-def _without_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str | None:
-    again = args.program is not None
-    for name in ("calls", "seconds", "json") if again else ("steps", "times"):
-        if getattr(args, name) != parser.get_default(name):
-            return f"--{name} must not be given {'with' if again else 'without'} --program"
-    return None
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, size: int) -> str | None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults import __main__ as lab
 from tests.faults.cells import CELLS, Cell, select
 from tests.faults.controls import CONTROLS, NO_DEADLINE, off_in_its_cell
 from tests.faults.judge import (
@@ -179,18 +176,6 @@ def test_what_a_call_leaves_behind_is_judged(found: str, report: RankReport) -> 
 
 def test_a_rank_that_does_not_report_is_missed() -> None:
     assert "must report" in judge(KILLED, {0: REPORT}).found[0]
-
-
-def test_the_command_fails_with_what_was_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    made = [Verdict("a", True, worst=1.02), Verdict("b", False, wrong_numbers=1, hung=True, found=("call 0 is wrong",))]
-    monkeypatch.setattr(lab, "run_cells", lambda cells, **options: [options["on_verdict"](v) or v for v in made])
-    assert lab.main(["kill", "--json", str(tmp_path / "found.json")]) == 1
-    printed, written = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
-    assert "FAILED b: call 0 is wrong" in printed
-    assert "1 of 2 cells survived, 1 wrong numbers, 1 hangs, worst time to an error 1.02 time-outs" in printed
-    assert [cell["survived"] for cell in written["cells"]] == [True, False]
 
 
 @pytest.mark.nightly
