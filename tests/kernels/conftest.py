@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.compilers import OTHERS, TARGETS, TRITON_36, Compilers, Target
-from tests.helpers.large_tensors import overflow_is_an_error
 from tests.helpers.tiers import thorough_but
+from tests.helpers.virtual_ranks import overflow_is_an_error
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]  # Linux alone has it
 

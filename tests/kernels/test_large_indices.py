@@ -14,8 +14,7 @@ from torch import Tensor
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.testing import launch_now
-from tests.helpers.large_tensors import sparse
-from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, virtual_ranks
+from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, sparse, virtual_ranks
 
 pytestmark = pytest.mark.usefixtures("overflow")
 

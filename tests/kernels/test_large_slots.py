@@ -18,8 +18,16 @@ from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
-from tests.helpers.large_tensors import large_ranks, only_programs, overflow_is_an_error, signalled, slot_of, sparse
-from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank
+from tests.helpers.virtual_ranks import (
+    FINGERPRINT,
+    VirtualRank,
+    large_ranks,
+    only_programs,
+    overflow_is_an_error,
+    signalled,
+    slot_of,
+    sparse,
+)
 
 pytestmark = pytest.mark.usefixtures("overflow")
 

@@ -15,8 +15,8 @@ from fusedcomm.memory.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout
 from fusedcomm.memory.workspace import Workspace
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.in_place import TO_ALL, assert_exact, results_of, wanted
-from tests.helpers.large_tensors import sparse
 from tests.helpers.problems import HEADS
+from tests.helpers.virtual_ranks import sparse
 from tests.helpers.waiting import wait_until
 
 SLOT_BYTES = 1 << 12

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.hosts import NoHosts, torchrun, two_hosts
-from tests.helpers.link_world import LARGE, UNEVEN_LARGE
+from tests.helpers.hosts_world import LARGE, UNEVEN_LARGE
 
 pytestmark = pytest.mark.nightly
 
@@ -22,7 +22,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     try:
         with two_hosts(MBIT) as hosts:
             yield torchrun(
-                hosts, "tests.helpers.link_world", "all", tmp_path_factory.mktemp("link"), RUN_S, ranks_per_host=1
+                hosts, "tests.helpers.hosts_world", "all", tmp_path_factory.mktemp("link"), RUN_S, ranks_per_host=1
             )
     except NoHosts as reason:
         pytest.skip(str(reason))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,16 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.bench import bench_moe, decode
+from fusedcomm.bench import bench_moe, decode, overhead, start_program, ulysses_block
 from fusedcomm.bench import bench_plain as plain
+from fusedcomm.bench.common import Goal
 from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_bench import PROGRAMS
+from fusedcomm.bench.overhead import CallRow, measure_overhead
 from fusedcomm.bench.scaled_bench import BENCHES
 from fusedcomm.bench.timing import Timing, ValuesDiffer, all_gather_bytes, measure
 from fusedcomm.launch import world
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 from fusedcomm.tools import main
+from tests.helpers.block_checks import interpreted
 from tests.helpers.on_ranks import on_ranks
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "bench.json").read_text())
@@ -284,3 +287,106 @@ def test_wrong_values_of_a_tail_are_found(rank: int, result: int) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValuesDiffer, match="rank 1"):
         patch.setattr(fusedcomm, "all_reduce_norm", wrong)
         decode.measure_decode(rank, 2, 8, 4, "float32", "cpu", 1)
+
+
+# The benches of programs through their own main.
+ROUNDS = ("--rounds", "2")
+
+
+def report_of(bench: Any, options: Sequence[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """A bench's file. All its goals are printed."""
+    file = folder / "bench.json"
+    assert bench.main([*options, "--json", str(file)]) == 0
+    report, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert report["goals"] and all(str(Goal(**goal)) in printed for goal in report["goals"])
+    return report
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_the_bench_of_a_block_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--batch", "2", "--tokens", "6", "--hidden", "64", *ROUNDS]
+    report = report_of(ulysses_block, options, tmp_path, capsys)
+    assert report["rounds"] == 2 and report["versions"]["torch"]
+    assert [goal["value"] for goal in report["goals"]] == [row["gain"] for row in report["rows"]]
+
+
+def without_code() -> Any:
+    """Inside, graphs are run op by op: Inductor's code takes long to compile."""
+    compile_ = torch.compile
+    return mock.patch.object(torch, "compile", lambda fn, **options: compile_(fn, backend=interpreted, **options))
+
+
+PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
+
+
+def measure_an_interpreted_program(rank: int, *arguments: Any) -> start_program.ProgramRow:
+    with without_code():
+        return start_program.measure_program(rank, *arguments)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("shared_ranks")
+def test_the_bench_of_the_start_program_writes_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(start_program, "measure_program", measure_an_interpreted_program)
+    report = report_of(start_program, [*PROGRAM, *ROUNDS, "--dtype", "bfloat16"], tmp_path, capsys)
+    (row,) = report["rows"]
+    assert row["fused"] == report["sizes"]["pairs"] == 2
+    assert list(row["times"]) == ["roof", "plain", "exchange", "compiled", "op"]
+    faster, not_slower = report["goals"]
+    assert faster["value"] == row["plain_over_compiled"]["median"] and faster["met"] == (faster["value"] >= 1.3)
+    assert not_slower["value"] == row["op_over_compiled"]["median"]
+
+
+# `fusedcomm bench overhead`: planted costs are found where they belong.
+OP = "matmul_all_to_all"
+PLANTED_S = 0.05
+FEW_CALLS = {"WARMUP": 0, "HOT_CALLS": 3, "WARM_CALLS": 1, "COLD_CALLS": 2, "LAST_CALLS": 2}
+
+
+@pytest.mark.usefixtures("shared_ranks")
+def test_every_figure_of_overhead_follows_from_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directions = ["forward", "both"]
+    file = tmp_path / "overhead.json"
+    options = ["--op", OP, "--pass", *directions, "--rounds", "1", "--json", str(file)]
+    assert main(["bench", "overhead", *options]) == 0
+    report = json.loads(file.read_text())
+    assert {row["op"] for row in report["rows"]} == {OP} and report["counts"]["HOT_CALLS"] == overhead.HOT_CALLS
+    for direction in directions:
+        calls = {row["name"]: row for row in report["rows"] if row["direction"] == direction}
+        assert list(calls) == ["torch.mm", "empty op", "baseline", "unfused", "chunked"]
+        for call in calls.values():
+            assert call["over_baseline"] == pytest.approx(call["hot"]["median"] / calls["baseline"]["hot"]["median"])
+            assert call["cpu_over_empty"] == pytest.approx(call["cpu"]["median"] / calls["empty op"]["cpu"]["median"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100 and any("docs/benchmark.md explains each" in line for line in lines)
+
+
+class SlowBaseline(type(PROGRAMS["matmul_all_to_all"])):  # type: ignore[misc]
+    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
+        time.sleep(PLANTED_S)
+        return super().baseline(x, w)
+
+
+def slow_op(*args: Any) -> Tensor:
+    time.sleep(2 * PLANTED_S)
+    return torch.ops.fusedcomm.matmul_all_to_all(
+        *args[:2], None, None, *args[2:], *[None] * 5, dist.get_world_size(), dist.group.WORLD.group_name
+    )
+
+
+def planted_overhead(rank: int) -> list[CallRow]:
+    with (
+        mock.patch.dict(vars(overhead), FEW_CALLS),
+        mock.patch.dict(PROGRAMS, {OP: SlowBaseline()}),
+        mock.patch.object(fusedcomm, OP, slow_op),
+    ):
+        return measure_overhead(rank, OP, "forward", "cpu", rounds=1)
+
+
+def test_a_planted_delay_of_the_op_is_no_cpu_time(ranks: Callable[[int], RankPool]) -> None:
+    (chunked,) = (row for row in ranks(2).run(planted_overhead)[0] if row.name == "chunked")
+    assert chunked.over_baseline == pytest.approx(2, rel=0.35)
+    assert chunked.cold_over_baseline == pytest.approx(2, rel=0.35)
+    assert chunked.cpu.median < PLANTED_S  # asleep

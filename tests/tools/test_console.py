@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import io
 import json
 import os
 import re
+import shlex
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from rich.text import Text
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm import tools
 from fusedcomm.bench.start_program import ProgramSizes
 from fusedcomm.launch import console
 from fusedcomm.launch.console import Column, Table
@@ -146,3 +150,30 @@ def test_in_ranks_of_torchrun_rank_0_prints_a_table_and_writes_json(
         unfused["median"] / ours["median"]
     )
     assert ours["p10"] <= ours["median"] <= ours["p90"]
+
+
+COMMANDS = [each.stem for each in Path(tools.__path__[0]).glob("*.py") if "def add_parser(" in each.read_text()]
+
+
+def below(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    for action in parser._actions:
+        for each in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
+            yield each
+            yield from below(each)
+
+
+CLONE = argparse.ArgumentParser(prog="fusedcomm")
+ADDED = CLONE.add_subparsers()
+for command in COMMANDS:
+    importlib.import_module(f"fusedcomm.tools.{command}").add_parser(ADDED)
+PARSERS = {parser.prog: parser for parser in below(CLONE)}
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_the_example_of_every_command_can_be_called(prog: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = str(PARSERS[prog].epilog)
+    assert example.startswith(f"example: {prog}")
+    for name in COMMANDS:
+        monkeypatch.setattr(importlib.import_module(f"fusedcomm.tools.{name}"), "run", lambda args: 0)
+    for command in example.removeprefix("example: ").split(" && "):
+        assert tools.main(shlex.split(command)[1:]) == 0

@@ -42,7 +42,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/compile/graph/normalize.py",
         "        start.meta[UNEVEN] = _uneven(exchange)\n",
         "",
-        "tests/compile/test_uneven_shards.py::test_all_ranks_leave_it[True-7-4]",
+        "tests/compile/test_spellings.py::test_all_ranks_leave_it[True-7-4]",
     ),
     "a wait before each read": Control(
         EXECUTOR,
@@ -164,7 +164,7 @@ CONTROLS: dict[str, Control] = {
         MEMBER,
         "            if left <= 0:\n",
         "            if False:\n",
-        "tests/memory/test_rendezvous_on_gpus.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
+        "tests/memory/test_rendezvous.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
     ),
     "a bound of a store that is cut off": Control(
         "fusedcomm/memory/vote.py",
@@ -352,7 +352,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/chunk_matmul.py",
         "            if rank in receivers:",
         "            if False:",
-        "tests/plan/test_chunk_matmul.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
+        "tests/plan/test_tiles.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
     ),
     "the check compares what only some ranks say": Control(
         "fusedcomm/ops/call_check.py",
