@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
-from tests.helpers.graphs import all_gather, aten_graph, reduce_scatter, world
+from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, reduce_scatter, world
 
 T, K, N = 4, 8, 8
 SHAPES: dict[str, tuple[tuple[int, ...], bool]] = {  # and whether the bias is the same in every row

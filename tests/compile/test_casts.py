@@ -17,8 +17,9 @@ from torch import Tensor
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
-from tests.helpers.graphs import all_gather, aten_graph, reduce_scatter, world
+from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, reduce_scatter, world
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)

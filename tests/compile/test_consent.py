@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import fusedcomm.compile
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers.block_checks import interpreted, no_latency
-from tests.helpers.graphs import all_gather, heads_first, reduce_scatter, world
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, heads_first, reduce_scatter, world
 
 N = 8
 Program = Callable[[Tensor, Tensor, int], Any]

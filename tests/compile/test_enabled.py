@@ -24,8 +24,9 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.fragments import FRAGMENTS
-from tests.helpers.graphs import all_gather, aten_graph, cache_counts, targets, world
+from tests.helpers.graphs import aten_graph, cache_counts, targets
 from tests.helpers.merge_world import fake_world, traced
+from tests.helpers.program_parts import all_gather, world
 
 
 def theirs(graph: Graph) -> None:

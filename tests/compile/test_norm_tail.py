@@ -16,8 +16,9 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.plan.geometry import norm
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import all_gather, aten_graph, recorded_graphs, reduce_scatter, targets, world
+from tests.helpers.graphs import aten_graph, recorded_graphs, targets
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, reduce_scatter, world
 
 T, K, N = 4, 6, 8
 Norm = Callable[[Tensor, Tensor], Tensor]

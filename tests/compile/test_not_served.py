@@ -26,9 +26,10 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.errors import PeerTimeoutError
 from tests.helpers.block_checks import interpreted, no_latency
-from tests.helpers.graphs import collectives_of, targets, world
+from tests.helpers.graphs import collectives_of, targets
 from tests.helpers.merge_world import MESHES, WAIT, Calls, fake_world, traced
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import world
 
 TIMEOUT_S, MARGIN_S = 3, 5
 N = 8

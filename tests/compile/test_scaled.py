@@ -21,9 +21,10 @@ from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, Answer
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import all_gather, aten_graph, collectives_of, recorded_graphs, reduce_scatter, targets, world
+from tests.helpers.graphs import aten_graph, collectives_of, recorded_graphs, targets
 from tests.helpers.merge_world import fake_world
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import all_gather, reduce_scatter, world
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 B, T, K, N = 2, 4, 16, 8  # T tokens per rank

@@ -21,8 +21,9 @@ from fusedcomm.compile.reports import CollectiveReport
 from fusedcomm.memory.consent import Answer, Consent
 from tests.helpers.block_checks import interpreted
 from tests.helpers.fragments import FRAGMENTS, Fragment
-from tests.helpers.graphs import check_fragment, mesh, recorded_graphs, reduce_scatter
+from tests.helpers.graphs import check_fragment, recorded_graphs
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.program_parts import mesh, reduce_scatter
 from tests.helpers.tiers import nightly_but, thorough_but
 
 CUT = {  # blocks along a dim, first

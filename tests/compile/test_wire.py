@@ -20,7 +20,9 @@ from fusedcomm.compile.merge.sums import SumMerger
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, YES, Answer
-from tests.helpers.graphs import (
+from tests.helpers.graphs import aten_graph, collectives_of, targets
+from tests.helpers.merge_world import fake_world
+from tests.helpers.program_parts import (
     DIM,
     HEADS,
     AllToAll,
@@ -29,15 +31,11 @@ from tests.helpers.graphs import (
     N,
     T,
     all_gather,
-    aten_graph,
-    collectives_of,
     heads_first,
     reduce_scatter,
-    targets,
     tokens_first,
     world,
 )
-from tests.helpers.merge_world import fake_world
 
 R, X, W, REORDER = 2, (4, 6), (6, 8), "reorder_for_compute_comm_overlap"
 SCHEDULING = "aten_distributed_optimizations.enable_overlap_scheduling"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.nn import functional as F
 
-from tests.helpers.graphs import (
+from tests.helpers.program_parts import (
     DIM,
     HEADS,
     AllToAll,

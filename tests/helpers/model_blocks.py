@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.graphs import reshard
+from tests.helpers.program_parts import reshard
 
 Group = Any  # a ProcessGroup, or None
 Table = tuple[Tensor, ...]  # cos and sin, or one complex tensor
