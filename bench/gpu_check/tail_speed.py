@@ -1,5 +1,6 @@
 """The end of a decoding step, captured: a matmul of few rows, all_reduce, residual and norm, beside the same without
-the all_reduce. Ranks are virtual, so that nothing crosses a wire, and each has its share of the SMs.
+the all_reduce; and of a training step, by reduce_scatter. Ranks are virtual, so that nothing crosses a wire, and each
+has its share of the SMs.
 """
 
 from __future__ import annotations
@@ -24,42 +25,46 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 ROWS, K, HIDDEN = (1, 16, 64, 256), 1024, 8192
+SCATTERED = 512  # rows of each of 2 ranks
 GROUP_SIZES = (2, 8)
 CALLS = 16  # in a graph
 Graphs = list[Callable[[], Any]]
 
 
 def cases(device: torch.device) -> child.Cases:
-    return {
+    found = {
         f"{rows} rows R={size}": partial(compare, rows, size, device)
         for size in (GROUP_SIZES if device.type == "cuda" else (1,))
         for rows in ROWS[: None if device.type == "cuda" else 1]
     }
+    rows, size = (SCATTERED, 2) if device.type == "cuda" else (16, 1)
+    return {**found, f"{rows} scattered R={size}": partial(compare, rows, size, device, "matmul_reduce_scatter")}
 
 
 def jobs() -> Any:
     for size in GROUP_SIZES:
         for rows in ROWS:
             yield f"tail of {rows} rows R={size}", partial(loaded, rows, size, torch.device("meta"))
+    yield "scattered tail", partial(loaded, SCATTERED, 2, torch.device("meta"), "matmul_reduce_scatter")
 
 
-def calls_of(rows: int, size: int, device: torch.device) -> list[proof.Call]:
-    """The one-shot call of each rank."""
+def calls_of(rows: int, size: int, device: torch.device, op: str = "matmul_all_reduce") -> list[proof.Call]:
+    """The call of each rank: one-shot, or with ``rows`` of the result on each."""
     k, hidden = (K, HIDDEN) if device.type != "cpu" else (16, 16)
-    problem = NormProblem(PROGRAMS["matmul_all_reduce"], MatmulSize(rows, k, hidden), size)
+    problem = NormProblem(PROGRAMS[op], MatmulSize(rows, k, hidden), size)
     return [proof.calls_of(problem, rank, DTYPE, device, f"virtual {size}")[0] for rank in range(size)]
 
 
-def loaded(rows: int, size: int, device: torch.device) -> tuple[VirtualGroup, list[proof.Call]]:
-    calls = calls_of(rows, size, device)
+def loaded(rows: int, size: int, device: torch.device, *op: str) -> tuple[VirtualGroup, list[proof.Call]]:
+    calls = calls_of(rows, size, device, *op)
     group = VirtualGroup(size, max(128, calls[0].operands[3].numel() * DTYPE.itemsize * size), device)
     group.load(partial(_fused, call=calls[0]), FINGERPRINT)
     return group, calls
 
 
-def compare(rows: int, size: int, device: torch.device) -> dict[str, Any]:
+def compare(rows: int, size: int, device: torch.device, *op: str) -> dict[str, Any]:
     """Microseconds of one of many calls in a row, all ranks at once."""
-    group, calls = loaded(rows, size, device)
+    group, calls = loaded(rows, size, device, *op)
     programs: dict[str, Callable[[Workspace, proof.Call], Any]] = {
         "matmul": lambda _, call: call.operands[0] @ call.operands[1],
         "local": lambda _, call: _local(*call.operands[:5]),
@@ -84,7 +89,7 @@ def _fused(workspace: Workspace, call: proof.Call) -> list[Tensor]:
 
 
 def _local(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(torch.addmm(bias, x, w) + residual, weight.shape, weight, 0.0)
+    return F.rms_norm(torch.addmm(bias, x, w)[: len(residual)] + residual, weight.shape, weight, 0.0)
 
 
 def _captured(group: VirtualGroup, program: Callable[[Workspace, proof.Call], Any], calls: list[proof.Call]) -> Graphs:

@@ -108,12 +108,13 @@ class NormProblem:
 
     def calls(self, rank: int) -> Iterator[tuple[str, list[Tensor | None], Exchange]]:
         """Calls of each op, each way: (op, [x, w, bias, residual, norm_weight], geometry)."""
-        x, w, payload = self.sums.xs[rank], self.sums.ws[rank], self.sums.payloads[rank]
+        x, w = self.sums.xs[rank], self.sums.ws[rank]
         others = self.sums.biases[rank], self.residuals[rank], self.weight
         if self.scatters:
             yield "matmul_reduce_scatter_norm", [x, w, *others], self.exchange(rank)
             return
-        for op, terms, weight in (("matmul_all_reduce_norm", x, w), ("all_reduce_norm", payload, None)):
+        given = ("matmul_all_reduce_norm", x, w), ("all_reduce_norm", self.sums.payloads[rank], None)
+        for op, terms, weight in given:
             shape = None if weight is None else weight.shape
             for exchange in (self.exchange(rank), norm.two_shot(terms.shape, shape, 0.0, self.num_ranks)):
                 yield op, [terms, weight, *others], exchange

@@ -15,7 +15,6 @@ A forced algorithm runs without a proof, and although its proof has failed: whoe
 
 from __future__ import annotations
 
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,11 +96,13 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
         programs = [each for each in programs if each.gathers == (dtype in BYTES)]
-    forms = [form]
-    if kind == "reduce_scatter" and algorithm != "pipelined":  # peers may have a norm behind it, or none
-        forms.append("_norm")
-    given = itertools.product(programs, SIZES, [ours.group_size], forms, [uneven])
-    problems = list(itertools.starmap(problem_of, given))
+    forms = [form, "_norm"] if kind == "reduce_scatter" and algorithm != "pipelined" else [form]  # a rank has either
+    problems = [
+        problem_of(each, size, ours.group_size, behind, uneven)
+        for each in programs
+        for size in SIZES
+        for behind in forms
+    ]
     parts = " in parts of different sizes" if uneven else ""
     what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
     num_bytes = 0 if algorithm == "pipelined" else max(slot_bytes(problem, dtype) for problem in problems)

@@ -295,8 +295,8 @@ class Moves:
         with s.lane("copy"):
             s.reduce(total, [*parts, *more], bias, scale)
             if norm is not None and own.size:
-                normed = own.view(norm.normed.view(-1), 0, self.rank)
-                s.norm(*(t.view(-1, out.shape[-1]) for t in (normed, total)), norm.weight, norm.eps)
+                normed, n = own.view(norm.normed.view(-1), 0, self.rank), out.shape[-1]
+                s.norm(normed.view(-1, n), total.view(-1, n), norm.weight, norm.eps)
         s.add(EndRound())
 
     def arrived(self) -> None:

@@ -133,9 +133,9 @@ def _plan(name: str, workspace: Any, layouts: Sequence[Layout | None], options: 
     s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
     *tensors, bias = s.inputs
     if name == "reduce":
-        out, residual, *normed = tensors
-        tensors, options = [out], {**options, "residual": residual, "bias": bias}
-        if normed:
-            options["norm"] = RmsNorm(*normed, options.pop("eps"))
+        tensors, (residual, *others) = tensors[:1], tensors[1:]
+        options = {**options, "residual": residual, "bias": bias}
+        if others and others[0] is not None:
+            options["norm"] = RmsNorm(others[0], others[1], options.pop("eps"))
     getattr(launches, name)(s, *tensors, **options)
     return s.finish()

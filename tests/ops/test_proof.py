@@ -417,7 +417,7 @@ def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_
     """Integers up to 256 are exact in bfloat16, and no partial sum is beyond the sum of magnitudes of few ones."""
     if uneven and not PROGRAMS[op].can_be_uneven:
         return
-    problems = [proof.problem_of(PROGRAMS[op], size, num_ranks, uneven=uneven) for size in proof.SIZES]
+    problems: Any = [proof.problem_of(PROGRAMS[op], size, num_ranks, uneven=uneven) for size in proof.SIZES]
     for problem in problems:
         assert max(float(t.abs().max()) for t in problem.results()) <= 256
         assert sum(float(t.abs().sum()) for t in problem.biases) > 0

@@ -14,7 +14,7 @@ from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.schedule import Await, Copy, Finish, Launch, Schedule, Signal, Step, Stream
 from tests.helpers.group_collectives import one_buffer
-from tests.helpers.plain_cases import OTHERS
+from tests.helpers.plain_cases import OTHERS, SCATTERED, Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.hardware_queues import dealings, hangs
@@ -54,7 +54,7 @@ def test_no_call_of_uneven_parts_hangs(way: str) -> None:
     assert not hangs(world_of(way).enqueue(calls(UNEVEN)))
 
 
-def beside_nccl(problem: Problem) -> Program:
+def beside_nccl(problem: Problem | Case) -> Program:
     """A call, and collectives of NCCL that began before it and need not have ended."""
 
     def program(call: Calls) -> None:
@@ -74,8 +74,8 @@ def test_no_call_hangs_beside_nccl(way: str, group_size: int) -> None:
         assert not hangs(large_world(way, group_size).enqueue(beside_nccl(problem)))
 
 
-@pytest.mark.parametrize("problem", [LARGE[0], LARGE[2]], ids=str)
-def test_a_copy_out_on_all_sms_does_not_wait(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("problem", [LARGE[0], LARGE[2], SCATTERED], ids=str)
+def test_a_copy_out_on_all_sms_does_not_wait(problem: Problem | Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or kernels of NCCL that sends stand behind in a queue may find no room."""
     monkeypatch.setattr(launches, "_LEAST_ALONE", 0)
     for way in ("fused", "chunked"):
