@@ -2,6 +2,7 @@
 
     one_shot    every rank sends its whole terms to all; each adds them, in rank order
     two_shot    a reduce_scatter whose owner adds the residual too, and a gather of the sums
+    scattered   a reduce_scatter, on its wire, whose rank adds and norms its rows, on GPUs in the kernel that waits
 
 The norm reads the rounded ``residual_out``, so that all ranks have the same bits. On GPUs, one_shot is three launches:
 cuBLAS's, one that sends, and one that waits, adds and norms.
