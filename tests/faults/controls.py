@@ -108,6 +108,7 @@ CONTROLS = {
         _control(compare_no_fingerprints, "chunked/matmul_reduce_scatter/another-dtype/later-call", "is wrong"),
         _control(leave_calls_unguarded, "chunked/matmul_all_to_all/raise/read", "is wrong"),
         _control(wait_for_nobody, "chunked/matmul_all_to_all/delay/push", "must be right, got wrong"),
+        _control(wait_for_nobody, "chunked/moe_combine/delay/enter", "must be right, got wrong"),
         _control(count_no_rounds, "chunked/all_gather_matmul/delay/read", "must be right, got"),
         _control(write_beyond_the_slot, "chunked/matmul_reduce_scatter/gc/push", "a segment has changed"),
         _control(reset_nothing, "chunked/matmul_all_reduce/raise/signal", "PeerError"),
