@@ -265,7 +265,7 @@ PLANTED: dict[str, tuple[Scenario, Rules, str]] = {
     "rows-read-without-a-wait": (on_host(2, COMBINE), Rules(waits=False), EARLY),
     "rows-of-peers-read-from-one-slot": (on_host(2, COMBINE, COMBINE), Rules(num_slots=1), OVERWRITE),
     "rows-overwritten-beside-their-readers": (
-        on_device(3, COMBINE, PUSH, PUSH),
+        on_device(2, COMBINE, COMBINE, COMBINE),
         Rules(reads_before_next_signals=False),
         OVERWRITE,
     ),

@@ -61,7 +61,7 @@ SCENARIOS = {
     "3-ranks": three(PUSH, offers=(0,)),
     "rows": two(DISPATCH, COMBINE, DISPATCH),
     "rows-late": two(DISPATCH, PUSH, timeouts=True),
-    "rows-leave": two(DISPATCH, DISPATCH, leaves=(0,)),
+    "rows-leave": two(DISPATCH, PUSH, leaves=(0,)),
 }
 
 
