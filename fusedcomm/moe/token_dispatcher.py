@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,31 +11,30 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops.moe import moe_combine, moe_dispatch, require
 
 
+@dataclass(kw_only=True)
 class TokenDispatcher:
-    """torchtitan's token dispatcher by `moe_dispatch` and `moe_combine`.
+    """torchtitan's token dispatcher by `moe_dispatch` and `moe_combine`, and its Config: ``build`` copies it.
 
-    ``TokenDispatcher.Config`` is a ``token_dispatcher`` for torchtitan's ``RoutedExperts.Config``. All ranks have the
-    same number of tokens, unless num_max_tokens_per_rank or capacity is given.
+    It is a ``token_dispatcher`` for torchtitan's ``RoutedExperts.Config``. All ranks have the same number of tokens,
+    unless num_max_tokens_per_rank or capacity is given.
 
-    Args:
-        config: its num_experts is E, its top_k is k; num_max_tokens_per_rank, capacity and alignment are max_tokens,
-            capacity and alignment of `moe_dispatch`.
+    Attributes:
+        num_experts: E.
+        top_k: k.
+        num_max_tokens_per_rank: max_tokens of `moe_dispatch`, or None.
+        capacity: as in `moe_dispatch`, or None.
+        alignment: as in `moe_dispatch`, 1 by default.
     """
 
-    @dataclass(kw_only=True)
-    class Config:
-        num_experts: int
-        top_k: int
-        num_max_tokens_per_rank: int | None = None
-        capacity: int | None = None
-        alignment: int = 1
+    num_experts: int
+    top_k: int
+    num_max_tokens_per_rank: int | None = None
+    capacity: int | None = None
+    alignment: int = 1
 
-        def build(self) -> TokenDispatcher:
-            return TokenDispatcher(self)
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.num_experts, self.top_k = config.num_experts, config.top_k
+    def build(self) -> TokenDispatcher:
+        """Return a dispatcher for a layer."""
+        return replace(self)
 
     def wire_meshes(self, *, ep_mesh: Group) -> None:
         """Take the group of the experts.
@@ -64,10 +63,10 @@ class TokenDispatcher:
         Returns:
             (rows [capacity, D], rows of each expert of this rank [E / R], metadata for `combine`).
         """
-        config, max_tokens = self.config, self.config.num_max_tokens_per_rank
-        if config.capacity is None and max_tokens is None:
+        max_tokens = self.num_max_tokens_per_rank
+        if self.capacity is None and max_tokens is None:
             max_tokens = len(x_TD)
-        facts, alignment = (self.num_experts, config.capacity, self.group_name), config.alignment
+        facts, alignment = (self.num_experts, self.capacity, self.group_name), self.alignment
         rows, offsets, routing = moe_dispatch(
             x_TD, topk_expert_ids_TK, *facts, alignment=alignment, max_tokens=max_tokens
         )

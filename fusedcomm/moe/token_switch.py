@@ -6,14 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import _token_switch as interface  # type: ignore[attr-defined]
 
 from fusedcomm.memory.group import Group, rank_of, resolve
 from fusedcomm.ops.moe import moe_dispatch, require
 from fusedcomm.plan.routing import Routing
 
+interface: Any
+try:
+    from torch.distributed import _token_switch as interface  # type: ignore[attr-defined, no-redef]
+except ImportError:
+    interface = None
+_Base: Any = object if interface is None else interface.TokenSwitch
 
-class TokenSwitch(interface.TokenSwitch):  # type: ignore[misc]
+
+class TokenSwitch(_Base):  # type: ignore[misc]
     """torch.distributed._token_switch.TokenSwitch by `moe_dispatch` and its gradient. Every rank makes the same calls.
 
     The layout is "expert_major", rows as `moe_dispatch` places them, each with its weight; `combine` does not weigh.
@@ -35,6 +41,7 @@ class TokenSwitch(interface.TokenSwitch):  # type: ignore[misc]
         max_recv_tokens_per_rank: int,
         max_token_bytes: int | None = None,
     ) -> None:
+        require(interface is not None, "torch", "2.15 or newer", torch.__version__)
         self._where = resolve(process_group)
         self._num_experts, self._max_tokens = num_experts, max_dispatch_tokens_per_rank
         self._max_recv_tokens_per_rank = max_recv_tokens_per_rank  # torch reads it

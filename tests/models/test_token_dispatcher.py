@@ -52,7 +52,7 @@ def test_routed_experts(rank: int) -> None:
 
     sizes = {"num_experts": E, "top_k": K}
     whole = routed(E, LocalTokenDispatcher.Config(**sizes))
-    ours = routed(E // SIZE, fusedcomm.moe.TokenDispatcher.Config(**sizes))
+    ours = routed(E // SIZE, fusedcomm.moe.TokenDispatcher(**sizes))
     mesh = init_device_mesh("cpu", (SIZE,))
     ours.parallelize(SimpleNamespace(get_optional_mesh=lambda name: mesh))  # type: ignore[operator]
     torch.manual_seed(0)
