@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm.memory.group import resolve
+from fusedcomm.ops import moe, routed
 from fusedcomm.ops.all_gather_matmul import lists_of
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments
@@ -16,6 +20,10 @@ from fusedcomm.ops.splits import splits_of
 from fusedcomm.ops.table import OPS, OpSpec
 from fusedcomm.plan.call_plan import Plan
 
+ROUTED = {
+    each.__name__: each
+    for each in (moe.moe_dispatch, moe.dispatch_grouped_matmul, moe.moe_combine, moe.grouped_matmul_combine)
+}
 _OPTIONS = ("out_shape", "gather_dim", "scatter_dim", "partial_bias", "residual", "norm_weight", "eps")
 _SCALED = ("scale_x", "scale_w", "out_dtype", "use_fast_accum")
 _SPLITS = ("gather_splits", "gather_size", "scatter_splits", "scatter_ranges")
@@ -47,14 +55,40 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
         plan = fusedcomm.explain("matmul_all_reduce", x, w)
         assert plan.algorithm in ("unfused", "chunked", "fused", "pipelined") and plan.reason
     """
+    if op in ROUTED:
+        return _routed_plan(op, *args, **kwargs)
     spec, given = arguments_of(op, *args, **kwargs)
-    exchange, device = spec.exchange_of(given), given.x.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    exchange, device = spec.exchange_of(given), _device(given.x)
     sent, multiplied = spec.sent_dtype(given), spec.multiplied(given)
     plan, ours = prepare(op, exchange, sent, device, given.group_name, multiplied=multiplied)
     kept = [] if ours is None else [*ours.plans.values()]
     return next((each for each in kept if each == plan and each.exchange == exchange), plan)
+
+
+def _routed_plan(op: str, *args: Any, **kwargs: Any) -> Plan:
+    with _UpToTheOp() as found, suppress(_Stopped):
+        ROUTED[op](*args, **kwargs)
+    return routed.plan_of(found.op, found.args, _device(found.args[0]))
+
+
+class _Stopped(Exception):
+    pass
+
+
+class _UpToTheOp(TorchDispatchMode):
+    """Checks of a public function run, its op does not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedcomm":
+            self.op, self.args = func.overloadpacket.__name__, args
+            raise _Stopped
+        return func(*args, **(kwargs or {}))
+
+
+def _device(t: Tensor) -> torch.device:
+    if t.device.type != "meta":
+        return t.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def arguments_of(op: str, *args: Any, **kwargs: Any) -> tuple[OpSpec, Arguments]:

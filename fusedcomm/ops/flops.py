@@ -16,6 +16,7 @@ _ops = torch.ops.fusedcomm
     [
         *(_ops.matmul_all_to_all, _ops.matmul_reduce_scatter, _ops.matmul_all_reduce),
         *(_ops.matmul_all_reduce_norm, _ops.matmul_reduce_scatter_norm),
+        *(_ops.moe_combine, _ops.moe_grouped_matmul, _ops.moe_grouped_outer),
         *(_ops.scaled_matmul_all_to_all, _ops.scaled_matmul_reduce_scatter, _ops.scaled_matmul_all_reduce),
     ]
 )

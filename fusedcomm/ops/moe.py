@@ -227,6 +227,6 @@ def _check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None
 
 def cast_by_autocast(x: Tensor, *ws: Tensor) -> list[Tensor]:
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or any(t.dtype == torch.float64 for t in (x, *ws)):
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or torch.float64 in [t.dtype for t in (x, *ws)]:
         return [x, *ws]
     return [t.to(torch.get_autocast_dtype(kind)) for t in (x, *ws)]

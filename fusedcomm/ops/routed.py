@@ -25,7 +25,7 @@ from fusedcomm.ops.call_check import same_collective
 from fusedcomm.ops.library import lib, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
-from fusedcomm.plan.call_plan import fingerprint_of
+from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape, sizes_of
 from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, InPlace, grouped_matmul, grouped_outer, weighed
@@ -74,7 +74,9 @@ def _call(
             record.state = flight_recorder.CHECKING
             if _is_checked(t, ours.topology.check):
                 check()
-        algorithm = _algorithm(op, t, slot_bytes, ours)
+        algorithm, reason = _algorithm(op, t.dtype, t.device, slot_bytes, ours, proves=True)
+        if algorithm == "unfused" and reason != planner.FORCED:
+            planner.log_fallback(op, reason)
         with nullcontext() if algorithm == "unfused" else ours.lock:
             ours.count(record, algorithm)
             record.state = flight_recorder.RUNNING
@@ -106,33 +108,58 @@ def _is_checked(t: Tensor, asked: bool) -> bool:
     return not t.is_cuda or (asked and not is_capturing(t.device))
 
 
-def _algorithm(op: str, t: Tensor, slot_bytes: int, ours: Member) -> str:
-    """`unfused` is the group's all_to_all_single, for whose splits the host waits; its reason is logged."""
+def plan_of(op: str, args: Sequence[Any], device: torch.device) -> Plan:
+    """The plan of ``torch.ops.fusedcomm.<op>(*args)``, without the proof of its kernels."""
+    t, size, name = args[0], *args[-2:]
+    group.check_size(size, name)
+    if size == 1:
+        return Plan(op, "unfused", "one rank: nothing to exchange")
+    slot_bytes = _dispatch_bytes(t, args[2], args[3], size) if op == "moe_dispatch" else _combine_bytes(*args[:2])
+    algorithm, why = _algorithm(op, t.dtype, device, slot_bytes, member(name, device), proves=False)
+    if algorithm == "unfused":
+        return Plan(op, algorithm, why)
+    return Plan(op, algorithm, why or f"on a {device.type} rows go straight to their places", slot_bytes, 1)
+
+
+def _dispatch_bytes(x: Tensor, num_experts: int, capacity: int, size: int) -> int:
+    return max(capacity * x.shape[1] * x.itemsize, size * num_experts * torch.int64.itemsize)
+
+
+def _combine_bytes(h: Tensor, w: Tensor | None) -> int:
+    return h.shape[0] * (h if w is None else w).shape[-1] * h.itemsize
+
+
+def _algorithm(
+    op: str, dtype: torch.dtype, device: torch.device, slot_bytes: int, ours: Member, *, proves: bool
+) -> tuple[str, str]:
+    """(algorithm, reason), which is empty where none excludes others.
+
+    `unfused` is the group's all_to_all_single, for whose splits the host waits.
+    """
+    is_cuda = device.type == "cuda"
     name, strict = force_algorithm.current
     name = name or ours.topology.algorithm
-    found = name or ("fused" if t.is_cuda else "chunked")
+    found = name or ("fused" if is_cuda else "chunked")
     reason = ours.no_workspace
     if found == "unfused":
-        reason = planner.FORCED
-    elif found not in env.WITH_WORKSPACE:
+        return found, planner.FORCED
+    if found not in env.WITH_WORKSPACE:
         reason = f"{op} runs chunked, fused or unfused"
-    elif found == "chunked" and t.is_cuda:
+    elif found == "chunked" and is_cuda:
         reason = f"{op} copies rows whose counts the host knows: on a GPU kernels do"
     elif reason is None and slot_bytes > ours.max_slot_bytes:
         cap = f"FUSEDCOMM_WORKSPACE_BYTES={ours.topology.workspace_bytes}"
         reason = f"a slot takes {slot_bytes} bytes, and may have {ours.max_slot_bytes}: {cap}"
     elif reason is None and found == "fused":
-        reason = ours.topology.no_fused or ("float64 has no kernel" if t.dtype == torch.float64 else None)
-        if reason is None and name is None and ours.topology.prove:
+        reason = ours.topology.no_fused or ("float64 has no kernel" if dtype == torch.float64 else None)
+        if reason is None and name is None and ours.topology.prove and proves:
             with ours.lock:
-                reason = routed_proof.failure(op, t.dtype, ours) or None
+                reason = routed_proof.failure(op, dtype, ours) or None
     if reason is None:
-        return found
-    if strict and name not in (None, "unfused"):
+        return found, planner.FORCED if name else ""
+    if strict and name is not None:
         raise RuntimeError(f"{op} cannot run as {name}: {reason}")
-    if reason != planner.FORCED:
-        planner.log_fallback(op, reason)
-    return "unfused"
+    return "unfused", reason
 
 
 def _dispatch(
@@ -147,7 +174,7 @@ def _dispatch(
             raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
 
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
-    slot_bytes = max(capacity * h * x.itemsize, size * num_experts * torch.int64.itemsize)
+    slot_bytes = _dispatch_bytes(x, num_experts, capacity, size)
     with _call("moe_dispatch", [x, ids, *facts.values()], slot_bytes, facts, size, name, check) as way:
         rank = group.rank_of(name)
         if isinstance(way, ByKernels):
@@ -219,7 +246,7 @@ def _combine(
     capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
     facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": n}
     check = _sizes_are(packed, num_tokens * k, k, capacity)
-    slot_bytes, args = capacity * n * h.itemsize, [h, w, scores, packed, num_tokens, k, return_received]
+    slot_bytes, args = _combine_bytes(h, w), [h, w, scores, packed, num_tokens, k, return_received]
     with _call("moe_combine", args, slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, num_tokens * k)
         if isinstance(way, ByKernels):

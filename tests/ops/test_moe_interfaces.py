@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedcomm
-from tests.helpers.groups import empty_is_nan
+from tests.helpers.groups import empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
-from tests.ops.test_moe import Case, H, Problem, integers
+from tests.ops.test_moe import Case, H, N, Problem, integers
 
 SIZE = 2
 HAS_SWITCH = find_spec("torch.distributed._token_switch") is not None
@@ -97,3 +98,34 @@ def test_token_switch(rank: int) -> None:
         switch.dispatch(routing, x, scores, 3)
     with pytest.raises(ValueError, match="expert_tokens must be"):
         switch.combine(routing, rows[:3])
+
+
+@on_ranks(SIZE)
+def test_plans_and_flops(rank: int) -> None:
+    x, w, up = (torch.empty(shape, device="meta") for shape in ((4, H), (2, H, N), (2, N, H)))
+    ids, scores = torch.zeros(4, 2, dtype=torch.int64, device="meta"), torch.empty(4, 2, device="meta")
+    calls: dict[str, tuple[Any, ...]] = {
+        "moe_dispatch": (x, ids, 4, 64),
+        "dispatch_grouped_matmul": (x, ids, w, 4, 64),
+    }
+    h, _, routing = fusedcomm.dispatch_grouped_matmul(*calls["dispatch_grouped_matmul"])
+    calls |= {"moe_combine": (h, routing, scores), "grouped_matmul_combine": (h, up, routing, scores)}
+    columns = [H, H, N, H]
+    for (op, args), num in zip(calls.items(), columns, strict=True):
+        plan = fusedcomm.explain(op, *args)
+        assert (plan.algorithm, plan.slot_bytes) == ("chunked", 64 * num * 4) and plan.op in plan.__repr__()
+        with fresh_group(WORKSPACE_BYTES="2048") as group:
+            small = fusedcomm.explain(op, *args, group=group)
+            assert small.algorithm == "unfused" and "FUSEDCOMM_WORKSPACE_BYTES=2048" in small.reason
+            with fusedcomm.force_algorithm("chunked", strict=True), pytest.raises(RuntimeError, match="cannot run as"):
+                fusedcomm.explain(op, *args, group=group)
+        with fusedcomm.force_algorithm("unfused"):
+            assert fusedcomm.explain(op, *args).reason == "forced"
+        with pytest.raises((TypeError, ValueError), match="must be"):
+            fusedcomm.explain(op, x.to(torch.int32), *args[1:])
+
+    x, w, up, scores = (torch.ones_like(t, device="cpu").requires_grad_() for t in (x, w, up, scores))
+    with FlopCounterMode(display=False) as counter:
+        h, _, routing = fusedcomm.dispatch_grouped_matmul(x, torch.zeros_like(ids, device="cpu"), w, 4, 64)
+        fusedcomm.grouped_matmul_combine(h, up, routing, scores).sum().backward()
+    assert counter.get_total_flops() == 3 * (2 * 64 * H * N) * 2
