@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ class FusedLinears:
         op = fusedcomm.inference.Linear("matmul_all_reduce", linear.weight.mT, None, MAX_ROWS)
         if op.can_run():
             self.ops[linear] = op
-        else:
-            logging.warning("a linear stays plain: %s", op.reason)
-        return linear in self.ops
+            return True
+        logging.warning("a linear stays plain: %s", op.reason)
+        return False
 
     def should_run(self, x: Tensor, linear: RowParallelLinear) -> bool:
         return linear in self.ops and self.ops[linear].should_run(x.shape[0])
@@ -39,7 +38,7 @@ class FusedLinears:
     def apply(self, x: Tensor, linear: RowParallelLinear) -> Any:
         return self.ops[linear].apply(x)
 
-    def warm_up(self, rows: Iterable[int]) -> None:
+    def warm_up(self, rows: list[int]) -> None:
         for op in self.ops.values():
             op.warm_up(rows)
 
@@ -51,7 +50,7 @@ class RowParallelLinear(nn.Module):
         self.kernel = kernel if kernel is not None and kernel.can_run(self) else None
 
     def forward(self, x: Tensor) -> Any:
-        if self.kernel is not None and self.kernel.should_run(x, self):
+        if self.kernel and self.kernel.should_run(x, self):
             return self.kernel.apply(x, self)
         y = F.linear(x, self.weight)
         dist.all_reduce(y)
