@@ -1,8 +1,6 @@
-"""torchtitan 0.3's linears with collectives inside (tp_gemm_backend="dist_gemm"), by fused ops and on CPUs too.
+"""torchtitan 0.3's linears with collectives inside (tp_gemm_backend="dist_gemm") by fused ops: a script calls `fuse`.
 
-    torchrun --nproc-per-node 2 examples/torchtitan_linears.py
-
-A training script calls `fuse` before it builds the model. Release 0.2 takes the styles of docs/parallel.md.
+torchrun --nproc-per-node 2 examples/torchtitan_linears.py
 """
 
 from __future__ import annotations
@@ -67,10 +65,11 @@ def main() -> None:
     with set_current_spmd_mesh(init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))):
         loss, grads = loss_of(ours, x.chunk(num_ranks, 1)[rank])  # a rank's tokens
     dist.all_reduce(loss)
-    want, whole = loss_of(single, x)
-    torch.testing.assert_close(loss, want)
+    expected, whole = loss_of(single, x)
+    torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, whole[name].chunk(num_ranks, dims[name])[rank])
+        want = whole[name].chunk(num_ranks, dims[name])[rank]
+        assert (grad - want).abs().max() <= 1e-5 * want.abs().max()
     if rank == 0:
         print(f"torchtitan_linears: loss {loss:.4f} and all gradients on {num_ranks} ranks are those of one process")
     dist.destroy_process_group()
