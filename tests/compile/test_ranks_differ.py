@@ -13,7 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.nn import functional as F
 
 import fusedcomm.compile
 from fusedcomm import env
@@ -25,6 +27,7 @@ from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.differing_programs import Program
 from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import forget_consents, on_ranks
+from tests.helpers.program_parts import all_gather, heads_first, reduce_scatter, world
 
 
 @contextmanager
@@ -131,3 +134,110 @@ def test_for_long(ranks: Any, run: Callable[..., Any], count: int, batch: int, w
     print(f"FUSEDCOMM_TEST_SEED={first} repeats it")
     for start in range(first, first + count, batch):  # within the pool's time-out
         ranks(world_size).run(check, range(start, start + batch), run)
+
+
+# Ranks whose programs differ: every rank has the values of its own program, and what all share is still rewritten.
+N = 8
+RankProgram = Callable[[Tensor, Tensor, int], Any]
+
+
+def reduced(x: Tensor, op: str = "sum") -> Tensor:
+    return funcol.all_reduce(x, op, world())
+
+
+def last(y: Tensor) -> Tensor:
+    """A collective behind: ranks out of step would give it the wrong tensors."""
+    return reduced(y * (dist.get_rank() + 1.0))
+
+
+def logged(x: Tensor, w: Tensor, me: int) -> Any:
+    a, b = reduced(x.sin()), reduced(x.cos())
+    y = a + b
+    return y, last(y), a.norm() if me == 0 else None
+
+
+def one_of_three(x: Tensor, w: Tensor, me: int) -> Any:
+    terms = [reduced(x * (i + 1)) for i in range(3)]
+    return last(sum(terms[1:], terms[0])), terms[1].amax() if me == 1 else None
+
+
+def scattered(x: Tensor, w: Tensor, me: int) -> Any:
+    a, b = (reduce_scatter(t.contiguous(), "sum", 0, world()) for t in (x.sin(), x.cos()))
+    y = last(a + b)
+    return y if me else (y, b.mean())
+
+
+def logged_between(x: Tensor, w: Tensor, me: int) -> Any:
+    y = F.rms_norm((x @ w).view(1, 8, 4, 2), (2,), eps=1.0)
+    return heads_first(y, dist.get_world_size()), (y.amax() if me == 0 else None)
+
+
+def small_ones(x: Tensor, w: Tensor, me: int) -> Any:
+    parts = [all_gather(x * (i + 1), 0, world()) for i in range(3)]
+    y = sum(part.sin() @ w for part in parts)
+    return last(y), parts[1].norm() if me == 0 else None
+
+
+def read_before_it_is_sent(x: Tensor, w: Tensor, me: int) -> Any:
+    """On each kind of collective: rank 0 has no matmul to fuse, or one with a bias."""
+    ys = [x @ (w + i) for i in range(3)]
+    sums = reduced(ys[0]), reduce_scatter(ys[1], "sum", 0, world())
+    sent = funcol.wait_tensor(funcol.all_to_all_single(ys[2], None, None, world()))
+    gathered, arrived = all_gather(x, 0, world()), funcol.wait_tensor(funcol.all_to_all_single(x, None, None, world()))
+    w = w.tanh() if me == 0 else w
+    rows = [each @ w + 1 if me == 0 else each @ w for each in (gathered, arrived)]
+    alone = [reduced(x.cos()), all_gather(x.sin(), 0, world())]
+    return *sums, sent, *rows, *alone, [y.norm() for y in ys] if me == 0 else None
+
+
+PROGRAMS = [logged, one_of_three, scattered, logged_between, small_ones, read_before_it_is_sent]
+
+
+def run(program: RankProgram, overlap: bool, me: int, n: int = N) -> CompileReport:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, w = torch.randn(n, n, generator=generator), torch.randn(n, n, generator=generator)
+    torch._dynamo.reset()
+    with torch.no_grad(), no_latency(), fusedcomm.compile.enabled(overlap=overlap) as report:
+        got = torch.compile(program, backend=interpreted)(x, w, me)
+    torch.testing.assert_close(got, program(x, w, me), rtol=1e-4, atol=1e-4)
+    return report
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("overlap", [False, True])
+def test_values_of_each_rank_s_own_program(rank: int, overlap: bool) -> None:
+    for program in PROGRAMS:
+        run(program, overlap, 0)  # equal on all ranks: agreed on, which must not count later
+        run(program, overlap, rank)
+
+
+@on_ranks(2)
+def test_a_rank_s_own_matmuls_change_nothing_that_is_sent(rank: int) -> None:
+    fused = [[line.op for line in run(read_before_it_is_sent, False, me).collectives] for me in (1, rank)]
+    ops = ["matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all", "all_gather_matmul", "all_to_all_matmul"]
+    assert sorted(map(str, fused[0])) == sorted([*ops, "all_reduce", "all_gather"]), fused
+    assert rank or fused[1] != fused[0]
+
+
+@on_ranks(2)
+def test_what_ranks_share_is_rewritten_and_what_they_do_not_has_a_reason(rank: int) -> None:
+    def statuses(me: int) -> list[str]:
+        return [line.status for line in run(logged, True, me).collectives]
+
+    with mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="300"):  # a slow rank is not given up
+        assert statuses(1).count("merged") == 2
+        mixed = run(logged, True, rank)
+        assert not any(line.status == "merged" for line in mixed.collectives)
+        assert not rank or any("rank 0 compiled another one" in line.reason for line in mixed.collectives), str(mixed)
+        assert statuses(1).count("merged") == 2
+
+
+@on_ranks(2)
+def test_the_first_that_communicates_may_have_several_results(rank: int) -> None:
+    def program(x: Tensor, w: Tensor, me: int) -> Any:
+        gathered = all_gather(x, 0, world())
+        return last(gathered @ w), gathered
+
+    report = run(program, True, 0, n=512)
+    assert [line.status for line in report.collectives] == ["fused", "exposed"], str(report)

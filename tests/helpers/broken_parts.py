@@ -31,19 +31,9 @@ def crash(say: Say, folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def leave(say: Say, folder: Path) -> None:
-    print("a last word", file=sys.stderr)
-    sys.exit(3)
-
-
 def poison(say: Say, folder: Path) -> None:
     say(json.dumps({"case": "poison", **POISONED}) + "\n")
     sys.exit(1)
-
-
-def corrupt(say: Say, folder: Path) -> None:
-    for text in ('{"case": "corrupt", "ok": tr', "[" * 20_000, "[]", "7", '{"ok": true}', "\x00\xff", '{"cases": 3}'):
-        say(text + "\n")
 
 
 def half_a_line(say: Say, folder: Path) -> None:
@@ -51,7 +41,7 @@ def half_a_line(say: Say, folder: Path) -> None:
     sys.exit(0)
 
 
-FAULTS = {each.__name__: each for each in (hang, crash, leave, poison, corrupt, half_a_line)}
+FAULTS = {each.__name__: each for each in (hang, crash, poison, half_a_line)}
 
 
 def main() -> None:

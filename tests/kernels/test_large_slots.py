@@ -6,7 +6,9 @@ wraps is an error, as is a value in the wrong place: the tensors begin as zeros,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 from fusedcomm.memory.segment import MOST_SLOT_BYTES
 from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import (
@@ -27,6 +30,7 @@ from tests.helpers.virtual_ranks import (
     signalled,
     slot_of,
     sparse,
+    virtual_ranks,
 )
 
 pytestmark = pytest.mark.usefixtures("overflow")
@@ -225,3 +229,67 @@ def test_a_copy_of_more_than_a_slot_overflows(numel: int) -> None:
     x, fits = sparse(numel, DTYPE).view(-1, 32), numel == MOST
     with only_programs(first_and_last), nullcontext() if fits else pytest.raises(Exception, match="overflow"):
         launch_now.pack(x, spans, rank, FINGERPRINT)
+
+
+# Indices beyond 32 bits: strides near 2^31 and 2^32, and results of more elements.
+INNER, OUTER, FEW_ROWS = 5, 7, 6
+REACH = [2**31 - 64, 2**31 + 64, 2**32 + 64]  # index of w's last row or column
+
+
+def far_apart(values: Tensor, reach: int, transposed: bool) -> Tensor:
+    """``values`` with its rows, or transposed its columns, so far apart that the last begins at ``reach``."""
+    long, short = values.shape if not transposed else values.shape[::-1]
+    step = -(-reach // (long - 1))
+    strides = (1, step) if transposed else (step, 1)
+    w = sparse((long - 1) * step + short).as_strided(values.shape, strides)
+    return w.copy_(values)
+
+
+def batches_apart(values: Tensor, reach: int) -> Tensor:
+    """Three of ``values`` with the matrices so far apart that the last begins at ``reach``."""
+    w = sparse(reach + 2 * INNER * OUTER).as_strided(values.shape, (reach // 2, OUTER, 1))
+    return w.copy_(values)
+
+
+def small_integers(*shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
+
+
+def one_rank(exchange: Exchange) -> VirtualRank:
+    (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
+    return rank
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor, int], Tensor], tuple[int, ...]]] = {  # of w, and its batches
+    "rows apart": (partial(far_apart, transposed=False), ()),
+    "columns apart": (partial(far_apart, transposed=True), ()),
+    "batches apart": (batches_apart, (3,)),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+reaches = pytest.mark.parametrize("reach", REACH)
+
+
+@layouts
+@reaches
+def test_a_push_reads_w_where_it_lies(reach: int, layout: str) -> None:
+    place, batches = LAYOUTS[layout]
+    x, values = small_integers(*batches, FEW_ROWS, INNER), small_integers(*batches, INNER, OUTER)
+    exchange = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
+    rank, out = one_rank(exchange), torch.full((*batches, FEW_ROWS, OUTER), torch.nan)
+    (spans,) = exchange.rounds(1 << 62)
+    launch_now.push(x, place(values, reach), None, spans, rank, FINGERPRINT)
+    launch_now.unpack(out, spans, rank, FINGERPRINT)
+    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
+
+
+@layouts
+@reaches
+def test_a_gather_reads_w_where_it_lies(reach: int, layout: str) -> None:
+    place, batches = LAYOUTS[layout]
+    x, values = small_integers(*batches, FEW_ROWS, INNER), small_integers(*batches, INNER, OUTER)
+    exchange = shapes.all_gather_matmul(x.shape, (values.shape,), len(batches), 1)
+    rank, out = one_rank(exchange), torch.full((*batches, FEW_ROWS, OUTER), torch.nan)
+    (spans,) = exchange.rounds(1 << 62)
+    launch_now.pack(x, spans, rank, FINGERPRINT)
+    launch_now.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
+    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)

@@ -92,18 +92,6 @@ def test_a_cell_is_found_by_its_name_alone() -> None:
     assert [cells for cell in CELLS[::10] if (cells := select([str(cell)])) != [cell]] == []
 
 
-def test_cells_are_found_by_whole_parts() -> None:
-    for pattern, part, value in (
-        ("*/kill/*", "fault", "kill"),
-        ("kill", "fault", "kill"),
-        ("fused/*/delay/*", "algorithm", "fused"),
-        ("delay/grow", "step", "grow"),
-        ("*_reduce", "op", "matmul_all_reduce"),
-    ):
-        assert {getattr(cell, part) for cell in select([pattern])} == {value}
-    assert [select([pattern]) for pattern in ("no such cell", "kil", "push/kill")] == [[]] * 3
-
-
 TIMED_OUT = CallOutcome(
     PEER_ERROR,
     "matmul_all_to_all on group '1', rank 0, round 2: ranks [2] did not signal within 2 s",

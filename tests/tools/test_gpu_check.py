@@ -48,8 +48,6 @@ CASE_S = 2.0
 WHERE = {  # what a part's problem says
     "hang": "killed in hang: it took longer than 2 s",
     "crash": "killed in crash by SIGSEGV",
-    "leave": "ended with 3 in leave; its last output:\na last word",
-    "corrupt": 'wrote what is no report: {"case": "corrupt", "ok": tr',
     "half_a_line": 'wrote what is no report: {"case": "half_a_line", "ok": true',
 }
 

@@ -103,13 +103,13 @@ CONTROLS: dict[str, Control] = {
         "kernels/triton/matmul.py",
         "load_block(w, (k + ks).to(tl.int64), ",
         "load_block(w, k + ks, ",
-        "tests/kernels/test_large_indices.py::test_a_push_reads_w_where_it_lies",
+        "tests/kernels/test_large_slots.py::test_a_push_reads_w_where_it_lies",
     ),
     "columns of a gather's w have 64 bits": Control(
         "kernels/triton/gather_matmul.py",
         "            w_columns = w_columns.to(tl.int64)\n",
         "            pass\n",
-        "tests/kernels/test_large_indices.py::test_a_gather_reads_w_where_it_lies",
+        "tests/kernels/test_large_slots.py::test_a_gather_reads_w_where_it_lies",
     ),
     "places of the elements that are reduced have 64 bits": Control(
         "kernels/triton/reduce.py",
