@@ -68,8 +68,6 @@ def moved_ms(num_bytes: float, launches: int = 1) -> float:
 
 
 # collectives
-
-
 def test_links_of_a_mesh(mesh: Any) -> None:
     assert reach(name_of(mesh, "tp"), 8) == links.Reach("intra", 8, 7)
     assert reach(name_of(mesh, "dp"), 8) == links.Reach("inter", 8, 7)
@@ -128,8 +126,6 @@ def test_tuned_numbers_hold_inside_a_node(mesh: Any) -> None:
 
 
 # compute
-
-
 def test_matmuls_and_what_torch_knows_the_flop_of() -> None:
     def program(x: Tensor, w: Tensor) -> Any:
         return x @ w, torch.bmm(x.expand(2, -1, -1), w.expand(2, -1, -1))
@@ -166,8 +162,6 @@ def test_pointwise_nodes_make_one_kernel() -> None:
 
 
 # ops of fusedcomm
-
-
 def test_an_op_of_ours_has_its_matmul_beside_what_it_sends(mesh: Any) -> None:
     tp, estimator = name_of(mesh, "tp"), Estimator("cuda")
 
@@ -199,8 +193,6 @@ def test_an_op_of_ours_that_runs_unfused_costs_so(mesh: Any, dim: str) -> None:
 
 
 # the user's numbers, and tuned ones
-
-
 def test_the_users_numbers_win(mesh: Any) -> None:
     tp = name_of(mesh, "tp")
 
@@ -251,7 +243,6 @@ def test_bad_numbers(options: dict[str, Any], message: str) -> None:
 
 
 # agreement, on gloo
-
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"times": {"mm": 1.0, "add": 2.0}},
     {"times": {"mm": 4.0}, "constants": replace(CPU, copy_bandwidth=1e9, num_sms=3)},

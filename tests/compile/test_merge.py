@@ -148,7 +148,6 @@ def test_meshes_without_an_order(name: str) -> None:
 
 
 # near misses
-
 NEAR_MISSES: dict[str, tuple[Callable[[Calls, Tensor], Any], str]] = {
     "the first is also returned": (
         lambda c, x: (y := c.ar(x, 0), c.ar(y, 1)),
@@ -301,8 +300,6 @@ def test_a_part_that_the_program_itself_takes() -> None:
 
 
 # with the other passes
-
-
 def passed(module: Any, **settings: Any) -> CompileReport:
     report = CompileReport()
     FusedcommPass(Settings(**settings), report)(module.graph)
@@ -390,8 +387,6 @@ def test_a_mesh_without_this_rank() -> None:
 
 
 # DTensor's redistributions, forward and backward, on real ranks
-
-
 REDISTRIBUTIONS = [  # on 2 x 2 ranks: from, to, and the collectives of the forward and the backward
     ("P P", "R R", [AR], []),
     ("S0 S0", "R R", [AG], []),

@@ -354,8 +354,6 @@ def test_numbers_of_tune_are_those_of_the_largest_group_that_has_some(
 
 
 # parts differ in size, and so do graphs of ranks: what communicates keeps its order
-
-
 RANKS, K = 4, 512
 TOKENS, OTHERS, EVEN = [8192, 16, 16, 16], [16, 16, 16, 8192], [16] * RANKS  # by rank
 

@@ -35,8 +35,6 @@ class Costs:
 
 
 # memory: tensors of 4 float32, 16 bytes, unless said
-
-
 def held_by_a_wait(b: Traced) -> tuple[Node, ...]:
     """Live are x, what is sent until the wait, 32 received, and neg beside it."""
     x = b.input(4)
@@ -97,8 +95,6 @@ def test_symbolic_sizes_are_assumed() -> None:
 
 
 # dependencies
-
-
 def topological(before: Sequence[Sequence[int]], choose: Callable[[list[int]], int]) -> list[int]:
     order: list[int] = []
     while len(order) < len(before):

@@ -108,8 +108,6 @@ def test_what_hides_a_collective_is_what_computes_meanwhile() -> None:
 
 
 # traces and pictures
-
-
 @pytest.fixture(scope="module")
 def shown() -> Timeline:
     b = Traced()

@@ -370,8 +370,6 @@ def is_exact(p: Program, wants: list[list[Tensor]]) -> bool:
 
 
 # draws
-
-
 def drawn(seed: int, size: int, compiled: bool) -> Program:
     rng = random.Random(seed)
     grad = rng.choice(["all"] * 4 + ["none"] * 3 + ["some", "recorded"])

@@ -104,8 +104,6 @@ def start(setup: ranks._Setup, tasks: Connection, traces: Connection) -> BasePro
 
 
 # In the server
-
-
 def _serve(requests: Connection, parent: int) -> None:
     ranks.end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -137,8 +137,6 @@ COLUMNS = (
 
 
 # In every rank
-
-
 def measure_all(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     tuned = tuned_numbers()
     flops, rate = calibrate(), options["mbit"] * 1e6 / 8
@@ -263,8 +261,6 @@ def rank_main(folder: Path) -> None:
 
 
 # In the process that prints
-
-
 def summary(rows: Sequence[HostsRow]) -> list[Goal]:
     found = []
     if over := [row.over_bound for row in rows if row.over_bound is not None]:

@@ -68,8 +68,6 @@ def plans(group: Any) -> list[list[str]]:
 
 
 # Values
-
-
 def values(rank: int, folder: Path) -> dict[str, Any]:
     found = {}
     with new_groups(list(MEMBERS)) as groups:
@@ -83,7 +81,6 @@ def values(rank: int, folder: Path) -> dict[str, Any]:
 
 
 # A link that is cut
-
 GLOO_S = 3.0
 VOTE_S = 1.0  # on host 1, where no vote can succeed
 BACK_S = 60.0
@@ -208,7 +205,6 @@ def main(checks: Mapping[str, Callable[[int, Path], Any]]) -> None:
 
 
 # the bytes on a throttled link: tests/memory/test_link.py
-
 MIB = 1 << 20
 LARGE = {  # each with the bytes that a rank must send to the other one
     Problem("bytes", (512, 8), 512, 0, 1): MIB,  # half of [512, 1024]

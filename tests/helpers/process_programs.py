@@ -71,8 +71,6 @@ def in_child(end: Callable[[], object]) -> int:
 
 
 # How ranks end
-
-
 def left_open(rank: int, port: int) -> None:
     """The process ends with all open. fusedcomm was imported after init_process_group."""
     assert "fusedcomm" not in sys.modules
@@ -158,8 +156,6 @@ def thread_waits(rank: int, port: int) -> None:
 
 
 # Other processes
-
-
 class Numbers(torch.utils.data.Dataset[Tensor]):
     def __len__(self) -> int:
         return 8

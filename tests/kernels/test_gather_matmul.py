@@ -206,8 +206,6 @@ def test_pack_alone_signals_and_leaves_the_header(own: bool) -> None:
 
 
 # this rank's own chunk is multiplied in x and only signalled
-
-
 @pytest.mark.parametrize(
     ("group_size", "name"), [(1, "rows"), (3, "rows, K scattered"), (3, "interleaved rows"), (2, "batched, batches")]
 )

@@ -103,8 +103,6 @@ def test_an_overrun_of_a_peer_is_told_to_all_ranks(ranks: Any) -> None:
 
 
 # results
-
-
 @pytest.mark.parametrize(("side", "num_bytes"), [("before", 8), ("behind", 1), ("behind", GUARD_BYTES)])
 def test_a_write_past_a_result_is_found_and_named(side: str, num_bytes: int) -> None:
     block = torch.zeros(100 + 2 * GUARD_BYTES, dtype=torch.uint8)

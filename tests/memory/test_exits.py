@@ -193,8 +193,6 @@ def test_last_words_fit_into_their_place(error: Exception | None, words: str) ->
 
 
 # fresh processes: import, fork and interpreter exit in any order
-
-
 ROOT = Path(__file__).parents[2]
 RUN_S = 100  # bound of all ranks: long before pytest's own limit, which would leave them running
 CRASHES = ("Fatal", "terminate called", "Segmentation", "core dumped")

@@ -124,6 +124,3 @@ def test_ctrl_c_while_the_store_is_cut_off() -> None:
             _SymmetricMemory.rendezvous(tensor, name)
     finally:
         store.back.set()  # for the threads that are left in it
-
-
-# At the start of each function in turn, where Python looks for signals.

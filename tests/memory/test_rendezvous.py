@@ -59,8 +59,6 @@ def test_same_name_other_members(rank: int) -> None:
 
 
 # Rendezvous that fail
-
-
 def check_peers(t: torch.Tensor, handle: Any) -> None:
     t.fill_(handle.rank)
     handle.barrier()
@@ -135,7 +133,6 @@ def test_memory_that_cannot_be_opened(rank: int) -> None:
 
 
 # Memory that a peer could cut off under the ranks that have mapped it
-
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 NOBODY = 65534
@@ -180,8 +177,6 @@ def test_memory_that_could_be_cut_off_is_refused(rank: int, num_bytes: int, seal
 
 
 # A store that is cut off
-
-
 @pytest.mark.thorough
 def test_a_store_that_is_cut_off_ends_the_rendezvous_in_time() -> None:
     store, name = CutStore(1), "test/cut-off"

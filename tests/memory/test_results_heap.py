@@ -31,8 +31,6 @@ def stats(heap: Any) -> tuple[int, int, int, int]:
 
 
 # Which results are in the heap
-
-
 def test_the_heap_grows_for_results_that_are_freed() -> None:
     heap = make_heap()
     seen = [heap.place(heap.empty([NUMEL], torch.float32)) for _ in range(5)]
@@ -100,8 +98,6 @@ def test_random_programs_keep_their_values() -> None:
 
 
 # When and where they go
-
-
 def test_tensors_outlive_heap_and_segment_and_then_memory_goes() -> None:
     def mapped() -> int:
         gc.collect()
@@ -140,8 +136,6 @@ def test_an_interpreter_ends_with_live_results() -> None:
 
 
 # Memory
-
-
 def segment_blocks() -> int:
     """Bytes of this process's segments that the system holds."""
     gc.collect()
@@ -230,8 +224,6 @@ def test_a_block_is_warm_before_it_is_written() -> None:
 
 
 # What no heap can be in
-
-
 def test_other_memory_is_refused() -> None:
     segment = symm_mem.empty(4 * PAGE, dtype=torch.uint8, device=CPU)
     for wrong in (torch.empty(4 * PAGE, dtype=torch.uint8), segment[100:]):

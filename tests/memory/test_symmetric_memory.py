@@ -51,8 +51,6 @@ def test_barrier_as_op(rank: int) -> None:
 
 
 # Signals
-
-
 @on_ranks(3)
 def test_signals_order_data(rank: int) -> None:
     """A token that each rank increments, around the ring three times."""
@@ -126,8 +124,6 @@ def test_bounds_are_checked(rank: int) -> None:
 
 
 # Groups and buffers
-
-
 @on_ranks(3)
 def test_overlapping_groups(rank: int) -> None:
     members = [[0, 1], [1, 2], [0, 1, 2]]
@@ -178,8 +174,6 @@ def test_views_and_ordinary_tensors(rank: int) -> None:
 
 
 # Memory
-
-
 @on_ranks(2)
 def test_free_and_allocate_again(rank: int) -> None:
     store, times = dist.distributed_c10d._get_default_store(), 20

@@ -87,7 +87,6 @@ def test_old_posts_do_not_count() -> None:
 
 
 # Posts of others
-
 MIB = 1 << 20
 VALID = {"attempt": "a", "seen": ["?", "a"], "facts": {}}
 NEVER_AGREES = "huge, and never agrees"
@@ -159,8 +158,6 @@ def test_facts_of_another_version_are_an_error_on_every_rank() -> None:
 
 
 # Ranks that leave in the end of a vote
-
-
 class Ended:
     """Departures where rank 1 has ended, after ``before`` has run."""
 
@@ -193,8 +190,6 @@ def test_a_rank_that_ends_behind_a_vote_spoils_it_for_nobody() -> None:
 
 
 # A store that fails
-
-
 def test_a_store_that_is_cut_off_ends_the_vote_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "0.2")
     store = CutStore(1)

@@ -91,8 +91,6 @@ def test_retired_segments_are_kept_and_watched(rank: int) -> None:
 
 
 # races
-
-
 @on_ranks(2)
 def test_many_calls_with_a_late_rank_are_exact(rank: int) -> None:
     """Calls back to back with fresh data. One rank is randomly late with its reads, while the other goes on."""
@@ -115,8 +113,6 @@ def test_many_calls_with_a_late_rank_are_exact(rank: int) -> None:
 
 
 # votes
-
-
 @on_ranks(4)
 def test_ranks_on_several_hosts_fall_back_together(rank: int) -> None:
     problem = NAMED["packed-qkv"]

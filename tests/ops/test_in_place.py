@@ -47,8 +47,6 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 # where chunks go
-
-
 @on_ranks()
 @pytest.mark.parametrize("world_size", nightly_but([2], [2, 3]))
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
@@ -120,8 +118,6 @@ def test_a_rank_that_keeps_its_results_posts_nothing(rank: int) -> None:
 
 
 # values
-
-
 def random_calls(group: Any, num_calls: int, seed: int, sleeps: bool = True) -> int:
     """Calls in an order that ranks share; what is held, and who is late, differs. Returns the chunks come in place."""
     rank = dist.get_rank(group)
@@ -230,8 +226,6 @@ def test_ranks_of_one_wire_may_want_other_layouts(rank: int, prepared: bool) -> 
 
 
 # how much memory there is for them
-
-
 @on_ranks(2)
 def test_settings(rank: int) -> None:
     for sizes, found in [(("0", "0"), 0), (("0", "65536"), 0), (("8192", "65536"), 8192), (("100", "100"), 100)]:
@@ -266,8 +260,6 @@ def test_a_rank_without_memory_for_them(rank: int) -> None:
 
 
 # other processes, and other uses
-
-
 @on_ranks(2)
 def test_a_result_is_ordinary_memory_to_torch(rank: int) -> None:
     """Whether one is in the heap differs by rank, so a rendezvous of it could be a collective on some ranks alone."""

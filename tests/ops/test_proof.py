@@ -364,7 +364,6 @@ def test_nothing_is_proved_where_it_is_not_asked_for(rank: int, tmp_path: Path) 
 
 
 # without ranks
-
 ABLE = topology.Topology(None, None, 1 << 30, None, prove=True)
 
 
@@ -430,8 +429,6 @@ def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_
 
 
 # `pipelined`
-
-
 BY_OP = {
     "matmul_all_to_all": Problem("rows", (30, 8), 12, 0, 1),
     "all_to_all_matmul": Problem("rows", (30, 8), 12, 1, 0, op="all_to_all_matmul"),

@@ -123,7 +123,6 @@ def test_what_is_not_written_is_not_counted(rank: int) -> None:
 
 # what is computed, and kept, for the backward
 
-
 # By op and frozen inputs: the ops and the number of matmuls of the backward.
 BACKWARD: dict[str, dict[str, tuple[list[str], int]]] = {
     "matmul_all_to_all": {

@@ -169,8 +169,6 @@ def test_x_that_is_w_in_the_first_call(rank: int) -> None:
 
 
 # Each takes a step of a program, and returns tensors and texts that must be the same in Python.
-
-
 def plainly(step: Step) -> Any:
     return step.grads(step.call())
 

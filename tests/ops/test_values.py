@@ -48,8 +48,6 @@ def test_a_late_rank_is_waited_for(rank: int, op: str) -> None:
 
 
 # rounding, and the order of sums
-
-
 ROUNDING = [
     Problem("rounding", (24, 150), 20, 0, 1, bias=True),
     Problem("rounding", (24, 150), 20, 0, 1, bias=True, op="all_to_all_matmul"),
@@ -116,8 +114,6 @@ def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str)
 
 
 # the second result of the dispatcher ops
-
-
 def check_by_product(rank: int, problems: list[Problem], algorithm: str, dtype: torch.dtype) -> None:
     size = dist.get_world_size()
     for problem in problems:

@@ -137,7 +137,6 @@ def test_the_native_part_starts_nothing_and_opens_no_socket_and_no_named_memory(
 
 
 # Who reaches a segment
-
 held: Any = None
 SEGMENT = "/memfd:fusedcomm-"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -219,8 +218,6 @@ def test_another_user_cannot_open_a_segment(ranks: Ranks) -> None:
 
 
 # What listens
-
-
 def listening(pids: list[int]) -> set[Any]:
     """The addresses of the TCP and UDP sockets on which these processes receive."""
     inodes = {target[len("socket:[") : -1] for pid in pids for target in opened(pid, "socket:[").values()}
@@ -248,8 +245,6 @@ def test_ranks_and_who_starts_them_listen_on_loopback(who: str, ranks: Ranks) ->
 
 
 # What the ranks of a group tell each other. Posts of others: tests/memory/test_vote.py
-
-
 def posted(rank: int) -> tuple[list[bytes], dict[str, Any]]:
     """What a call in a new group has left in the store, and rank 0's facts by purpose."""
     whole: Any = dist.distributed_c10d._get_default_store()
@@ -293,8 +288,6 @@ def test_a_hostile_offer_of_memory_is_an_error_in_bounded_time(offer: bytes) -> 
 
 
 # The file of tuned numbers. Who may have written it and what it may say: tests/plan/test_tuned.py
-
-
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path / "cache"))
@@ -319,8 +312,6 @@ def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) 
 
 
 # Bounds of every peer index
-
-
 def virtual_round() -> tuple[list[Tensor], dict[str, Callable[[int], Any]]]:
     """The segments of two virtual ranks, and the functions that take a rank on the first one's host."""
     workspace = VirtualGroup(2, 1 << 12, CPU).workspaces[0]

@@ -144,8 +144,6 @@ def test_frozen_parameters(rank: int) -> None:
 
 
 # --- copies ---
-
-
 @on_ranks(2)
 def test_deepcopy(rank: int) -> None:
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
@@ -169,8 +167,6 @@ def test_functional_call(rank: int) -> None:
 
 
 # --- initialisation on the meta device ---
-
-
 def reset(model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
     for module in model.modules():
@@ -197,8 +193,6 @@ def test_meta_device(rank: int) -> None:
 
 
 # --- what is shared where a layer is left out ---
-
-
 class LeavesOut(nn.Module):
     """k is not called until ``uses_k``."""
 

@@ -163,7 +163,6 @@ def test_what_arrives_is_copied_out_or_added() -> None:
 
 
 # what one H200 measured
-
 CASES = json.loads((RESULTS / "gpu-h200-2026-11-26-kernels.json").read_text())["cases"]
 
 
@@ -214,8 +213,6 @@ def test_default_numbers_say_how_long_float8_took(rows: int, recipe: str, kind: 
 
 
 # what `fusedcomm.compile` makes of it
-
-
 def collective(kind: str, num_bytes: int, device: str) -> Any:
     """A collective of 4 ranks, in a group that has not come together."""
     with FakeTensorMode():
@@ -255,8 +252,6 @@ def test_a_saving_is_by_default_numbers_before_the_group_has_come_together() -> 
 
 
 # what comes from outside
-
-
 @pytest.mark.parametrize("device_type", DEFAULTS)
 def test_json_and_back(device_type: str) -> None:
     default = DEFAULTS[device_type]
@@ -268,8 +263,6 @@ def test_json_and_back(device_type: str) -> None:
 
 
 # parts of different sizes
-
-
 @pytest.mark.parametrize("rank", range(4))
 def test_parts_count_as_if_all_were_the_largest(rank: int) -> None:
     """So that all ranks find the same."""

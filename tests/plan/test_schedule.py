@@ -123,8 +123,6 @@ def test_rows_in_slots_of_other_ranks_do_not_race(monkeypatch: pytest.MonkeyPatc
 
 
 # controls: a step less, or at another place, in every rank's schedule or in that of rank 0
-
-
 def without(dropped: Callable[[Step], bool], ranks: tuple[int, ...] = (0, 1, 2)) -> Callable[[int, Schedule], Schedule]:
     def changed(rank: int, schedule: Schedule) -> Schedule:
         kept = (step for step in schedule.steps if rank not in ranks or not dropped(step))
@@ -271,8 +269,6 @@ def test_operands_that_overlap_are_found() -> None:
 
 
 # waits that hold the SMs that others need
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("group_size", thorough_but([2], [2, 4]))
 def test_no_wait_is_blocked(group_size: int, algorithm: str) -> None:
@@ -330,8 +326,6 @@ def test_a_copy_engine_that_starts_before_the_last_round_ends_is_found() -> None
 
 
 # parts of different sizes
-
-
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
 GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
 UNEVEN = [  # each of them takes several rounds in slots of SLOT_BYTES for each rank

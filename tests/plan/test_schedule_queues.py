@@ -165,8 +165,6 @@ def test_dealings_are_all_partitions() -> None:
 
 
 # `pipelined`
-
-
 WORLD = World(2, 1 << 15, "pipelined")
 
 

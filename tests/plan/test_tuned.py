@@ -167,8 +167,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(cache: Path, mo
 
 
 # on several ranks
-
-
 @contextlib.contextmanager
 def own_cache(directory: str) -> Iterator[list[str]]:
     """The cache of a rank of its own, and what is logged."""

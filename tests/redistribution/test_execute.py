@@ -112,8 +112,6 @@ def test_padding_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # On real ranks
-
-
 CASES: list[tuple[Placed, Placed, str]] = [
     ((None,), (0,), steps.SLICE),
     ((1,), (None,), steps.ALL_GATHER),

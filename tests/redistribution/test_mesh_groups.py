@@ -151,8 +151,6 @@ def test_timeouts_are_those_of_the_mesh(rank: int) -> None:
 
 
 # ranks that do not come, or with something else
-
-
 def absent(rank: int, use: str) -> str | None:
     with left_as_found(TIMEOUT_S="2"):
         mesh = DeviceMesh("cpu", [[1, 3], [5, 7]])
@@ -283,8 +281,6 @@ def test_a_rank_outside_the_mesh_is_told_so(rank: int) -> None:
 
 
 # what ranks tell each other
-
-
 def hosts(rank: int) -> mesh_groups.MeshFacts:
     with left_as_found(HOST_ID="ab"[rank // 2]):
         return mesh_groups.check(DeviceMesh("cpu", [[2, 0], [3, 1]]))
@@ -310,8 +306,6 @@ def test_tuned_numbers_are_used_by_all_ranks_or_none(ranks: Ranks, shared: bool,
 
 
 # modes, threads, other worlds
-
-
 class NoOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was seen by a mode")

@@ -65,8 +65,6 @@ def pairs(num_tensor_dims: int, num_mesh_dims: int) -> Iterator[tuple[Placements
 
 
 # by hand, at float32
-
-
 def test_reductions_of_several_mesh_dims_are_one_collective() -> None:
     """Where mesh dims do not follow each other torch makes one collective for each."""
     found = plan((4, 4), (2, 2, 2), "P P P", "R S0 R")
@@ -143,8 +141,6 @@ def test_nodes_are_told_by_hosts(ranks: Sequence[int], hosts: Sequence[int], siz
 
 
 # bad input
-
-
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -158,8 +154,6 @@ def test_what_has_no_exact_plan_is_named(before: str, after: str, message: str) 
 
 
 # what holds for all
-
-
 def shuffled(rng: random.Random, ops: Sequence[str] = ("sum", "max")) -> tuple[Sharding, Sharding]:
     """Any order of cuts; half of the shapes are cut evenly. One of the ops reduces."""
     mesh_shape = rng.choice([(2, 2, 2), (2, 4), (3, 2), (2, 2, 2, 2), (4, 3), (1, 5), (8,)])
@@ -269,8 +263,6 @@ def exact(rng: random.Random, num: int) -> set[tuple[str, bool, str, bool]]:
 
 
 # links
-
-
 def test_links_of_several_mesh_dims() -> None:
     """2 nodes of 4: groups inside, across (1 card), and both (4 cards, which reach a ring inside)."""
     over = links((2, 4), ranks_per_node=4)

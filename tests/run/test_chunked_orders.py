@@ -226,8 +226,6 @@ def test_each_round_takes_the_staging_of_the_last_one(monkeypatch: pytest.Monkey
 
 
 # parts of different sizes
-
-
 A2A, BACK = "matmul_all_to_all", "all_to_all_matmul"
 GATHER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter"
 UNEVEN = {

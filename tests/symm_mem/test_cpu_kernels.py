@@ -433,8 +433,6 @@ assert torch.ops.symm_mem.memset32_(torch.ones(1), 0, 1, 1) == 9
 
 
 # functions of torch.distributed._symmetric_memory
-
-
 @on_ranks(3)
 def test_a_workspace_is_kept_and_grows(rank: int) -> None:
     handle = symm_mem.get_symm_mem_workspace(NAME, 4096)

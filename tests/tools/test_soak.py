@@ -51,8 +51,6 @@ def test_random_calls(shared_ranks: None, tmp_path: Path, capsys: pytest.Capture
 
 
 # Negative controls: the same programs without a protection.
-
-
 @pytest.fixture(scope="module")
 def unprotected() -> Iterator[Callable[..., SoakOutcome]]:
     """Run the first steps of a program with ``run_without``, in two ranks that nobody else has."""
@@ -105,8 +103,6 @@ def test_late_reads_that_signals_wait_for_are_right(unprotected: Callable[..., S
 
 
 # The command.
-
-
 def run_spoiled(
     rank: int, seed: int, index: int, device_type: str, steps: Sequence[int] | None, deadline: float
 ) -> SoakOutcome:
@@ -126,6 +122,3 @@ def test_a_failure_is_told_and_can_be_had_again(
     step, program = told.partition("rank 1: step ")[2].split(":")[0], again.split()[-1]
     assert main([*start, "--program", program, "--steps", step]) == 1  # it has the inputs that it had among the others
     assert f"step {step}: matmul_reduce_scatter(float16" in capsys.readouterr().out
-
-
-# What is drawn.
