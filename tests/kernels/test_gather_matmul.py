@@ -21,10 +21,20 @@ from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
-from tests.helpers.kernel_calls import by_name, by_tma, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import thorough_but
-from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, guarded, record, sizes_and_names, virtual_ranks
+from tests.helpers.virtual_ranks import (
+    FINGERPRINT,
+    VirtualRank,
+    by_name,
+    by_tma,
+    check_calls,
+    flag,
+    guarded,
+    record,
+    sizes_and_names,
+    virtual_ranks,
+)
 
 _gather = partial(Problem, op="all_gather_matmul")
 _exchange = partial(Problem, op="all_to_all_matmul")

@@ -22,10 +22,19 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
 from fusedcomm.testing.virtual import VirtualGroup, run_op
-from tests.helpers.kernel_calls import by_name, by_tma, check_calls, exchange_of
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.tiers import thorough_but
-from tests.helpers.virtual_ranks import FINGERPRINT, flag, record, sizes_and_names, virtual_ranks
+from tests.helpers.virtual_ranks import (
+    FINGERPRINT,
+    by_name,
+    by_tma,
+    check_calls,
+    exchange_of,
+    flag,
+    record,
+    sizes_and_names,
+    virtual_ranks,
+)
 
 CASES = by_name(  # every Span shape, at sizes that no tile divides
     [

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.testing import launch_now
-from tests.helpers.kernel_calls import by_name, check_calls
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import thorough_but
-from tests.helpers.virtual_ranks import FINGERPRINT, guarded, sizes_and_names, virtual_ranks
+from tests.helpers.virtual_ranks import FINGERPRINT, by_name, check_calls, guarded, sizes_and_names, virtual_ranks
 
 _scatter = partial(Problem, op="matmul_reduce_scatter")
 CASES = by_name(  # at sizes that no tile divides

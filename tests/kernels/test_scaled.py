@@ -16,9 +16,8 @@ from fusedcomm.plan.scaling import Payload, Scaled
 from fusedcomm.plan.schedule import Launch, Multiply
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.testing import launch_now
-from tests.helpers.kernel_calls import by_tma
 from tests.helpers.tiers import nightly_but
-from tests.helpers.virtual_ranks import FINGERPRINT, assert_results, guarded, virtual_ranks
+from tests.helpers.virtual_ranks import FINGERPRINT, assert_results, by_tma, guarded, virtual_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]

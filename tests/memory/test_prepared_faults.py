@@ -28,7 +28,7 @@ from tests.helpers.prepared import check_prepared, python_calls, started_group
 from tests.helpers.problems import HEADS, integers
 from tests.helpers.symmetric_memory import in_child
 from tests.helpers.waiting import wait_until
-from tests.memory.test_interrupts import AFTER_S, interrupted
+from tests.memory.test_exits import AFTER_S, interrupted
 
 FACTS = ("op", "group_name", "device", "exchange", "dtype", "ranks", "resets", "algorithm", "state", "error", "peers")
 

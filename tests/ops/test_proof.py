@@ -31,8 +31,7 @@ from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.run import calls
-from tests.helpers.group_collectives import in_pieces
-from tests.helpers.groups import call, check, fresh_group, member_of
+from tests.helpers.groups import call, check, fresh_group, in_pieces, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import OPS, Problem, integers

@@ -18,9 +18,9 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import Range, RoundSpans, block_shape, span
 from fusedcomm.plan.routing import Routing, counts_of, pack
-from tests.helpers.kernel_calls import run_now
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.problems import Problem, integers
+from tests.helpers.virtual_ranks import run_now
 
 
 def test_span_of_every_small_tensor() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.schedule import Await, Copy, Finish, Launch, Schedule, Signal, Step, Stream
-from tests.helpers.group_collectives import one_buffer
+from tests.helpers.groups import one_buffer
 from tests.helpers.plain_cases import OTHERS, SCATTERED, Case
 from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, races

@@ -17,8 +17,7 @@ from fusedcomm.memory import topology
 from fusedcomm.plan import planner
 from fusedcomm.plan.cost import in_pieces as cost
 from fusedcomm.run.group_collectives import begin
-from tests.helpers.group_collectives import AS_IT_IS, EARLY, LATE, in_pieces, moved
-from tests.helpers.groups import call, check, empty_is_nan, fresh_group
+from tests.helpers.groups import AS_IT_IS, EARLY, LATE, call, check, empty_is_nan, fresh_group, in_pieces, moved
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import Problem, integers
