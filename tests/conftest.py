@@ -1,7 +1,5 @@
 """Rank processes that live as long as the test session; Triton's interpreter, chosen before anything imports Triton."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

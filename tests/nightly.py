@@ -7,8 +7,6 @@ Each part has a log beside FILE, and two lines of JSON in it: one when it begins
 aborted night leaves what it has found.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

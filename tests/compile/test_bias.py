@@ -1,7 +1,5 @@
 """A bias of every shape that broadcasts: it is fused, or left with a reason, and no pass fails."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Random programs through the passes, with casts, or views, between a matmul and its collective: values stay."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings

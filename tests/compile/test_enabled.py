@@ -1,7 +1,5 @@
 """fusedcomm.compile: switched on and off, among other passes; caches; a pass that fails."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Iterator

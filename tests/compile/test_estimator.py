@@ -1,7 +1,5 @@
 """What nodes cost: formulas worked out by hand, links of groups in a world of 64, the pointwise rule, agreement."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The order of a scheduled graph in the code that Inductor generates, and what still fuses; the pass among others."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The code that Inductor generates around the fused ops: no copies, the program's order, what caches keep apart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pass that merges collectives over dims of one mesh: graphs, and simulated ranks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Blocks of real models, compiled unchanged: what is fused, what is left, and every value on every rank."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple

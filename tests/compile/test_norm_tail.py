@@ -1,7 +1,5 @@
 """Residual and RMSNorm behind a sum of unchanged programs join its op: of few rows, or of scattered ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

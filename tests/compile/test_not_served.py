@@ -1,7 +1,5 @@
 """Programs of ranks that cannot understand each other end within the time-out, on every rank, and say why."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Custom ops of other packages that hold a collective: listed, and written out where their meaning is known."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """One small graph per decision of `schedule`: what it must not move, fuse or merge, and where it may."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable, Iterator, Sequence

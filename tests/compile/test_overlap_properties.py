@@ -1,7 +1,5 @@
 """Whatever the graph, the estimates and the budget: scheduling never costs time, memory or values."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """What a graph is to the simulator and the passes: memory against live intervals, and what must stay before what."""
 
-from __future__ import annotations
-
 import io
 import json
 import operator

@@ -1,7 +1,5 @@
 """Random programs that differ by rank beside the same collectives: right on every rank, and none hangs."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """torch's scaled matmuls beside collectives become the scaled ops: on unchanged programs, and on ranks that differ."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

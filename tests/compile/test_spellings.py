@@ -1,7 +1,5 @@
 """Exchanges, gathers and scatters as public Ulysses and tensor parallel code spells them: all are fused, and right."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

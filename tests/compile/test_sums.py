@@ -1,7 +1,5 @@
 """Reductions that are added become one: graphs, their values on simulated ranks, and what is fused then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The matmul beside a collective changes nothing that a rank sends, nor its order, or all ranks have agreed to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

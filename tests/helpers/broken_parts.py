@@ -3,8 +3,6 @@
 It imports nothing but the standard library, so that a process takes no time to start.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

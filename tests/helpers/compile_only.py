@@ -7,8 +7,6 @@ nothing; so arguments, specialization and tile sizes are those of a real launch.
 and prints what the kernel needs as JSON, one object per kernel. It must run without TRITON_INTERPRET.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ It is one or two minutes' work of one core each, so one runs at a time: the next
 One worker of pytest-xdist has all files that need compiled kernels (tests/conftest.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 of what Triton remembers about the kernel.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

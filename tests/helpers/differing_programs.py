@@ -5,8 +5,6 @@ collective of dim 0. `expected` takes the steps of all ranks in one process, in 
 Integers keep every sum exact.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Machines for the doctor's tests: an NVML of made-up GPUs, and ranks that give made-up answers."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace

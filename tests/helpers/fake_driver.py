@@ -1,7 +1,5 @@
 """A CUDA driver for Triton without a GPU: fake_libcuda.c, compiled, with tests/helpers/device_rules.py behind it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Programs as users write them, on any number of ranks R, and what the passes should make of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

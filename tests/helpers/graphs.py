@@ -1,7 +1,5 @@
 """Programs through torch.compile with the passes: their graphs after Inductor's passes, and their values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

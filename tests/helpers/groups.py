@@ -1,7 +1,5 @@
 """A group of its own for a test, calls in it, and the checks of values that all ops share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Two hosts on one machine: network namespaces with a link between them, throttled or not, and a torchrun on each."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

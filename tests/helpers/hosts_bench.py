@@ -10,8 +10,6 @@ alone is gloo's all_to_all or all_gather of the least bytes, from and into tenso
 What overlaps best still takes max(matmul, wire) and one piece of the shorter one: that is the bound.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

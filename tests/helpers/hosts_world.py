@@ -1,7 +1,5 @@
 """Checks in ranks of two hosts, for test_hosts.py: ``torchrun ... -m tests.helpers.hosts_world CHECK FOLDER``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the tests of results in place share: calls with all their results, and which chunks have come in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

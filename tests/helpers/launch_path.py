@@ -9,8 +9,6 @@ slots that they load; ``time``, microseconds of the host. It prints JSON, one ob
 TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct

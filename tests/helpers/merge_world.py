@@ -1,7 +1,5 @@
 """A graph that all ranks of a mesh run, on one machine: every node for all ranks at once, collectives among them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -2,8 +2,6 @@
 them, in plain torch. Without a group the exchanges are left out: one process with all tokens, the oracle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

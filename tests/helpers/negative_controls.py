@@ -12,8 +12,6 @@ a new segment is there alone). What nothing here switches off: the order of memo
 (fusedcomm/memory/launch_order.py).
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -7,8 +7,6 @@
 The test fails if its body raises in any rank. All arguments but the rank are pickled on their way there.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

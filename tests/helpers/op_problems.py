@@ -1,7 +1,5 @@
 """The table of problems of all five ops, and the gradients they should have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

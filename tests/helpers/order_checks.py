@@ -4,8 +4,6 @@
 graph as one of R ranks that all hold the same data. Collectives take their operands at the start, or late, at the wait.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Calls of the plain collectives, their inputs, and the expected results without any communication."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock

@@ -1,7 +1,5 @@
 """Which calls the kernels in Python run, and what prepared calls are compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

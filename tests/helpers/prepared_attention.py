@@ -1,7 +1,5 @@
 """A module with three layers that take the same x, under the styles of either package, and a step of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The oracle knows nothing of fusedcomm: it takes every rank's inputs, in float64, and cuts and concatenates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

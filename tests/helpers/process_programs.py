@@ -1,7 +1,5 @@
 """Ranks that end in many ways, for test_exits.py: ``-m tests.helpers.process_programs NAME RANK PORT``."""
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import gc

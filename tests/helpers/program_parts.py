@@ -1,7 +1,5 @@
 """The parts that programs of users are made of: sizes, and collectives as torch and libraries write them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -12,8 +12,6 @@ TMA loads of three dims read chunks, those of two this rank's operands. Stores o
 complete, not only read, before the barrier. Scalar 64-bit accesses are header words, all other global accesses data.
 """
 
-from __future__ import annotations
-
 import heapq
 import linecache
 import re

@@ -5,8 +5,6 @@ graph on every rank, except for the names of groups. No graph has a race: what a
 what it writes is not touched, until its wait.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ alone. The oracle knows neither boxes nor groups: it holds the whole tensor, or 
 torch.chunk, one mesh dim after the other.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Rounds of scaled matmuls whose kernels are compiled: float8 x and w, with every recipe, tile and way to load."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A small Llama as users write it, its plan of tensor parallelism, and training to compare with one process."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Protections that a rank is without while a random program runs: the programs must notice each."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What a program dispatches, sends and keeps, seen from outside the ops."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Helpers for tests of CPU symmetric memory."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

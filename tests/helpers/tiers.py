@@ -1,7 +1,5 @@
 """Parameters by tier: `make test` runs those without a mark, CI the `thorough` ones too, `make nightly` the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -2,8 +2,6 @@
 ends the CUDA context. The driver does not see it, as tensor maps say nothing of coordinates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

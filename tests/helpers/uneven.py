@@ -3,8 +3,6 @@
 The oracle knows nothing of fusedcomm: it cuts by torch's own `tensor_split` and `narrow`, in float64.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

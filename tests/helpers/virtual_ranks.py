@@ -1,7 +1,5 @@
 """R ranks of the kernels' protocol in one process, for tests in Triton's interpreter."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import mmap

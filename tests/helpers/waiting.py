@@ -1,7 +1,5 @@
 """Waits for a condition in place of a fixed time: a busy machine takes longer, and no test may fail for that."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The kernels of each target, compiled by the processes of tests/helpers/compilers.py."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

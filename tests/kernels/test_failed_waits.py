@@ -1,7 +1,5 @@
 """Waits that fail, of each kernel that receives, in Triton's interpreter: who is on record, and what is left behind."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

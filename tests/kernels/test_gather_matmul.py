@@ -4,8 +4,6 @@ Indices, masks, layouts, ragged sizes, epochs. Waits that fail: test_failed_wait
 operations on a GPU is for test_compile_only.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -4,8 +4,6 @@ Some tiles of billions of elements are computed: the first ones, and the last. A
 wraps is an error, as is a value in the wrong place: the tensors begin as zeros, and 2^31 more elements lie before them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The order checker refuses each way of breaking the order in PTX of real kernels, which it accepts as they are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

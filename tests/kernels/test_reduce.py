@@ -1,7 +1,5 @@
 """reduce_kernel and reduce_norm_kernel behind the kernels that send, in the Triton interpreter: virtual ranks."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Float8 operands with scales in the push and gather kernels, in Triton's interpreter, against float64."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

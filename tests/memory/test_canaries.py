@@ -1,7 +1,5 @@
 """Guard bytes around slots and results: what is written past one, by how little, is found, named, and told to all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

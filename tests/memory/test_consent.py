@@ -1,7 +1,5 @@
 """Ballots of ranks that come to the same program, to others, alone or late: all take one answer, and soon."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

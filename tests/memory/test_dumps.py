@@ -1,7 +1,5 @@
 """The ring of the last calls, and the dumps that are made of it: what they say, and what they do not."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

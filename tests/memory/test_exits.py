@@ -3,8 +3,6 @@
 Where a rank lives on, it only says that it ends; processes that end are below.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

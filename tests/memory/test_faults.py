@@ -1,7 +1,5 @@
 """Faults between ranks: a peer that is absent, late, killed, in another call or has left half way; and the reset."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress

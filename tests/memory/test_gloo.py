@@ -1,7 +1,5 @@
 """Backends: gloo's collectives on pretended CUDA tensors, of which none ends the process; NCCL's options."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

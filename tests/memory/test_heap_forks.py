@@ -1,7 +1,5 @@
 """Results in the heap: children of a process have memory of their own; and results behave as other tensors."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

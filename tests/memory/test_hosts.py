@@ -1,7 +1,5 @@
 """Two hosts, two ranks on each: algorithms inside a host and across, and a link that is cut in the middle of a call."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

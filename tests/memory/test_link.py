@@ -1,7 +1,5 @@
 """Two hosts with a rank each on a throttled link: the bytes of each op that go over it, and numbers measured on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A group whose state is made in one mode of torch serves calls, faults and resets in all others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any

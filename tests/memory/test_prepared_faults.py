@@ -1,7 +1,5 @@
 """Faults in prepared calls: the errors and records of calls in Python, peers that are told, and the reset."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """Rendezvous of CPU symmetric memory: reused names, missing and killed ranks, retries, a store that is cut off."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl

@@ -1,7 +1,5 @@
 """Groups whose ranks know different things: `fusedcomm.reset` brings them together; what failed holds nothing alive."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

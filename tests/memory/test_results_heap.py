@@ -1,7 +1,5 @@
 """Results in symmetric memory: which of them are there, when they go, what a forked child sees, and their memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

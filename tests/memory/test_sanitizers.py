@@ -6,8 +6,6 @@ in sanitized_words.cpp, sanitized_handles.cpp and, for prepared calls, sanitized
 results in sanitized_heap.cpp. In sanitized_ring.cpp one records calls while another forks.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """CPU symmetric memory over real processes: values, order, signals, groups, no leaks."""
 
-from __future__ import annotations
-
 import gc
 import re
 import time

@@ -2,8 +2,6 @@
 on all ranks together.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Virtual groups on one GPU, as far as a CPU can tell."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The vote on a store, with threads as ranks: agreement, missing ranks, stale and foreign posts, a store that fails."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import threading

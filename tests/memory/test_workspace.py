@@ -1,7 +1,5 @@
 """The protocol over real processes: rounds, growth, races with their negative controls, votes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

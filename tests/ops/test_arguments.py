@@ -1,7 +1,5 @@
 """Arguments of the wrong type: one short sentence, before torch can show a schema or a whole array."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

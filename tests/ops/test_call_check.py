@@ -1,7 +1,5 @@
 """FUSEDCOMM_CHECK=1: all ranks hear of a difference before anything is sent, whatever the algorithm."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

@@ -1,7 +1,5 @@
 """Calls before and in the capture of a CUDA graph, with stand-ins for a GPU: what runs, is loaded and is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace

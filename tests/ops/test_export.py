@@ -1,7 +1,5 @@
 """All five ops in exported programs, in AOTInductor's packages, and behind Inductor's C++ wrapper."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """torch.autograd.gradcheck and gradgradcheck of all five ops, in float64, through the program of the whole group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

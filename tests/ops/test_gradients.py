@@ -1,7 +1,5 @@
 """All five ops over real processes: values and gradients, of frozen inputs and inputs used twice too; opcheck."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

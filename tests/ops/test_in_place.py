@@ -1,7 +1,5 @@
 """Results in place: chunks really come so, values are exact whatever ranks post, and no finished result is written."""
 
-from __future__ import annotations
-
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor

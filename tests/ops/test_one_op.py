@@ -1,7 +1,5 @@
 """Behaviour of single ops, and every way to name a group."""
 
-from __future__ import annotations
-
 import ast
 import math
 from pathlib import Path

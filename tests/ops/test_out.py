@@ -1,7 +1,5 @@
 """The `.out` overloads: the same values, written straight into the caller's tensor; what such a tensor must be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plain collectives: values, gradients, graphs, errors, and calls without Python."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

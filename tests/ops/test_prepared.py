@@ -1,7 +1,5 @@
 """Prepared calls: from the third of its kind on, a call on CPU tensors runs without Python, and is right."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 CPU ranks stand in for GPUs: the predicate that asks for proofs is patched.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

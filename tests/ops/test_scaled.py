@@ -1,7 +1,5 @@
 """Scaled matmuls: values of every recipe, dtype pair and layout against float64, graphs, errors, what is sent."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple

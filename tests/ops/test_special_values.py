@@ -4,8 +4,6 @@ What algorithms have in common there is in docs/ops.md. Each row of x has one nu
 element of a matmul's result is that number, so all that differs is how it is moved and added.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ What `chunked` writes to peers is counted where it arrives: each part of a peer'
 compared at the signal. The group's own collectives would be seen by a dispatch mode.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Training calls: forward and backward run without Python from the third on, and do what Python's do."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

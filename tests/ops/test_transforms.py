@@ -1,7 +1,5 @@
 """All five ops inside checkpoints, torch.func, autocast and compiled graphs. Second derivatives: test_gradcheck.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

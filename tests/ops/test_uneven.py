@@ -1,7 +1,5 @@
 """Lengths and heads that the ranks do not divide, parts of given sizes, and parts that several ranks get."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

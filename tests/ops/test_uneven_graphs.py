@@ -1,7 +1,5 @@
 """Parts of different sizes in compiled graphs: fakes, one graph for many lengths, and caches that ranks share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """All five ops over real processes: late ranks, strided inputs, rounding, order of sums, by-products, bad types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Those with models of other packages run in tests/models.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """docs/: tables follow from formulas, figures from files; quoted texts, names and signatures are the sources'."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import csv

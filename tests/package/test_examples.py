@@ -1,7 +1,5 @@
 """The examples run as their first lines say, and their own comparison with the plain model holds."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Objects for engines: values of every row count, decisions that all ranks share, and nothing new after the warm-up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

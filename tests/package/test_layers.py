@@ -1,7 +1,5 @@
 """The rooms of the package stand above each other, and nothing imports upward: not inside functions, not for types."""
 
-from __future__ import annotations
-
 import pkgutil
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Protections in the native part, each with a test that fails without it. Each compiles what includes its file."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.controls.control import Sources

@@ -1,7 +1,5 @@
 """The list of protections is true: each is there, and its test fails without it."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of `make nightly` have every nightly test once, and tell how each part ended."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

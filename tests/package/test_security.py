@@ -1,7 +1,5 @@
 """What docs/security.md says: what may run code, who reaches a segment, what listens, what is read from outside."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import fcntl

@@ -3,8 +3,6 @@
 What one process holds after the same training is the oracle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

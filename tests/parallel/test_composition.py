@@ -3,8 +3,6 @@
 Stock styles are held to the same figures, so that a case says whether torch or this package is at fault.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

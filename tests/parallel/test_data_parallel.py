@@ -1,7 +1,5 @@
 """FSDP2, HSDP and DDP over the styles: a small Llama equals one process that has the whole batch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Random chains of styled layers that some ranks change after the styles were applied, beside torch's styles."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

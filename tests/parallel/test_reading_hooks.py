@@ -1,7 +1,5 @@
 """Hooks and other watchers that one rank alone has: values, what they see and what runs are as without them."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

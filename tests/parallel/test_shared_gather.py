@@ -1,7 +1,5 @@
 """One op for the layers of a module that take the same x, and right values for whoever else reads it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """The styles of fusedcomm.parallel, layer by layer, beside torch's own of the same names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace

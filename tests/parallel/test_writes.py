@@ -4,8 +4,6 @@ No result and no gradient is another than of the values at each call. A backward
 where they would give a wrong gradient without an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Which layouts tensor descriptors load. What a device refuses of a launch: tests/kernels/test_launch_path.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Geometry alone, in one process: every rank's chunks are computed, laid into slots and unpacked; no communication."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """The cost model against arithmetic by hand, and what it takes from outside."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

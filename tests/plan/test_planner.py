@@ -1,7 +1,5 @@
 """What the planner decides, and the peer-access vote, GPUs included: no GPU is needed to decide for one."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

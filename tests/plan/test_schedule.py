@@ -3,8 +3,6 @@
 Nothing here runs on a GPU: tests/helpers/schedule has the checker, which reads the steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

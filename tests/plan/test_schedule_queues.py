@@ -1,7 +1,5 @@
 """No call hangs however a GPU deals streams to hardware queues; tests/helpers/schedule/hardware_queues.py says why."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

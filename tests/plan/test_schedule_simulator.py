@@ -1,7 +1,5 @@
 """The simulator of schedules: small ones against times by hand, the start program against a formula and its page."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The tile that the table of sm_90 gives a matmul, against what an H200 took with each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The file of tuned numbers: who may have written it, what it may say, and that it decides on all ranks or on none."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Replicas are equal bit by bit: all holders of an element after a reduction over several mesh dims hold the same."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps carried out in a simulated world, against an oracle that holds the whole tensor; then on real ranks."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

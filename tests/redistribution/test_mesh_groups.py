@@ -1,7 +1,5 @@
 """Groups of several mesh dims, and the vote at a mesh's first use: right ranks, reused, bounded, the same on all."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

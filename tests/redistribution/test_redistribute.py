@@ -3,8 +3,6 @@
 What each rank must hold afterwards torch.chunk cuts from the whole tensor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import math

@@ -1,7 +1,5 @@
 """Plans of redistribution: by hand where one is named; exact, quick, the same on all ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """`chunked` where K is gathered: what is computed before the first wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 tests/helpers/schedule/random_orders.py runs them. All ranks' hosts are far ahead: they enqueue everything first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """DeviceToHost: values on CPU, in compiled graphs and on a GPU; and on a made-up GPU what waits for what."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """Who sends what a gather of `fused` takes: copy engines, or a kernel."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 tests/helpers/schedule/random_orders.py runs them, by copy engines and by a kernel that sends.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

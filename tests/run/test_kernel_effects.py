@@ -1,7 +1,5 @@
 """Kernels store and signal what tests/helpers/schedule/kernel_effects.py says: that is what checkers know of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`pipelined`: the values for every number of pieces, whenever a backend moves them, and what is under way when."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

@@ -4,8 +4,6 @@ python -m tests.soak --device cpu --ranks 4 --calls 100000
 torchrun --nproc-per-node 8 -m tests.soak --device cuda --seed 1 --seconds 600
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

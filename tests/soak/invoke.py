@@ -1,7 +1,5 @@
 """A case run by fusedcomm's ops. The results are compared with ``KnownValues.expected``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

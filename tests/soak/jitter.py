@@ -1,7 +1,5 @@
 """Random delays of this rank within rounds: before its signals and between its waits and its reads."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

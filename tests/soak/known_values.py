@@ -3,8 +3,6 @@
 Nothing that is tested is used here, and nothing is communicated: every rank draws the inputs of all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

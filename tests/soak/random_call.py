@@ -1,7 +1,5 @@
 """A random call of an op: shapes, dims, dtype, layouts. It is drawn so that every sum in it is exact in its dtype."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 from random import Random

@@ -1,7 +1,5 @@
 """Ranks that run programs, and the command that runs one again."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

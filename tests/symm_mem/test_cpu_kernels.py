@@ -1,7 +1,5 @@
 """torch.ops.symm_mem on CPU tensors, against gloo and plain programs, and torch's functions on them."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`fusedcomm bench`: what it checks, computes and writes. Figures of such sizes mean nothing."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """``fusedcomm explain`` as a user sees it: table, JSON, exit codes; and the same lines from TORCH_LOGS."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Tables: all that a command prints fit the width there is, drop whole columns, and explain what they show."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

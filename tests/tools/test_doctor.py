@@ -1,7 +1,5 @@
 """``fusedcomm doctor`` as a user sees it: checks that are bounded, verdicts of the planner, exit codes, redaction."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

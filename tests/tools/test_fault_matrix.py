@@ -1,7 +1,5 @@
 """Faults in ranks (tests.faults): a slice of the matrix, controls that must fail, and the command."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bench/gpu_check without a GPU: its driver with parts that go wrong, and the parts in Triton's interpreter."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

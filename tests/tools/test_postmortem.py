@@ -1,7 +1,5 @@
 """Hangs and errors of real ranks, their dumps, and what `fusedcomm postmortem` says of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import json

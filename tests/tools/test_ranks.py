@@ -1,7 +1,5 @@
 """RankPool: results, error texts, time-outs, deaths; no path leaves a process behind."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """``fusedcomm selftest``: passes here, and fails where something is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

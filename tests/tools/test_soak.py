@@ -1,7 +1,5 @@
 """Random programs of fused calls: 300 calls in CI, 100,000 in `make nightly`; and that they notice what is wrong."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence

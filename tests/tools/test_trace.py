@@ -1,7 +1,5 @@
 """Traces of all ranks in one, and the lanes of the ops in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

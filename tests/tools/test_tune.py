@@ -1,7 +1,5 @@
 """What `fusedcomm tune` fits to its measurements, and what it refuses to keep."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Protections of a call: values, sizes, bounds of waits, and what a failure leaves behind."""
 
-from __future__ import annotations
-
 from tests.helpers.controls.control import Control
 
 EXECUTOR = "fusedcomm/run/python_executor.py"

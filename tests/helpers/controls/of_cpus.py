@@ -1,7 +1,5 @@
 """Protections of calls on CPUs: prepared calls, results in place, and their memory."""
 
-from __future__ import annotations
-
 from tests.helpers.controls.control import Control
 
 PREPARED = "fusedcomm/ops/prepared.py"

@@ -1,7 +1,5 @@
 """Protections of what all ranks must decide alike, and against others than they."""
 
-from __future__ import annotations
-
 from tests.helpers.controls.control import Control
 
 WORKSPACE = "fusedcomm/memory/workspace.py"

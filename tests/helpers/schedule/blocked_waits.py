@@ -5,8 +5,6 @@ or by way of others, nobody goes on. So to the order of `HappensBefore` come the
 room that those hold who wait", for all pairs that nothing orders; a circle may be a deadlock.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

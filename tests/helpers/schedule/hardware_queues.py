@@ -17,8 +17,6 @@ and streams, that all ranks launch in one order.
 A gather on all SMs violates 2. Where there is one, all dealings that are alike on all ranks are searched for circles.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 

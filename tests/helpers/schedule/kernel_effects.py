@@ -4,8 +4,6 @@ The programs of a kernel go through its steps together: each step has its own wa
 a step comes after what it did in the step before.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How many programs of which kernels fit a GPU's multiprocessors at the same time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

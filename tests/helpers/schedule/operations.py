@@ -1,7 +1,5 @@
 """Work that a rank enqueues: operations on streams, each of which waits, reads, writes and signals in steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
 

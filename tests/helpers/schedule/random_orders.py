@@ -7,8 +7,6 @@ two that overlap on a GPU come in either order here, but not mixed. Memory is ke
 early is found by happens_before.py.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 The source of each figure stands beside it. [P] is published, [M] modelled from published figures, [G] a guess.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fusedcomm.plan.cost.model import DEFAULTS, Constants

@@ -10,8 +10,6 @@ run on copy engines.
 Left out: contention for memory and caches, clocks, uneven ranks, and everything that only a GPU can tell.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@
 Backward, each pair makes the gradients of its x and w. There is no memory of that size here, and no time was measured.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from functools import cache

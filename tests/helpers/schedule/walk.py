@@ -5,8 +5,6 @@ kernel does with them. A call has the rounds that it gets if all ranks run all i
 checker finds where it might get others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
