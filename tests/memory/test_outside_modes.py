@@ -20,6 +20,7 @@ from fusedcomm.symm_mem import enable_cpu
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched
+from tests.helpers.tiers import nightly_but
 
 
 class Seen(TorchFunctionMode):
@@ -122,9 +123,7 @@ ACTIONS = ("op", "sum", "host", "fault", "redistribute")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "first", [pytest.param(mode, marks=[pytest.mark.thorough] * (mode not in QUICK)) for mode in MODES]
-)
+@pytest.mark.parametrize("first", nightly_but(QUICK, MODES))
 def test_made_in_one_mode_used_in_all(rank: int, first: str) -> None:
     with fresh_group(ALGORITHM="chunked", TIMEOUT_S="5") as group:
         program = Program(rank, group)

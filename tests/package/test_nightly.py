@@ -47,6 +47,7 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_next_one_runs(
         "torch": Part(60, (python("exit(1)"),)),
     }
     monkeypatch.setattr(nightly, "PARTS", parts)
+    monkeypatch.setattr(nightly, "KILLED_AFTER_S", 0.5)
     file = tmp_path / "nightly.jsonl"
     assert nightly.main(["--json", str(file)]) == 1
     lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -14,7 +14,9 @@ from fusedcomm.errors import PeerMismatchError
 from fusedcomm.memory import topology
 from fusedcomm.plan import planner
 from fusedcomm.plan.cost import in_pieces as cost
+from fusedcomm.plan.schedule import Multiply, Wait
 from fusedcomm.run.group_collectives import begin
+from fusedcomm.run.python_executor import Execution
 from tests.helpers.groups import AS_IT_IS, EARLY, LATE, call, check, empty_is_nan, fresh_group, in_pieces, moved
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -203,3 +205,28 @@ def test_the_model_takes_the_link_of_what_moves_the_sums(op: str) -> None:
     for constants, backend_sums in ((slow_sums, True), (slow_moves, False)):
         here = cost.seconds(op, CALLS[op], "float32", constants, 2, backend_sums)
         assert here > 10 * cost.seconds(op, CALLS[op], "float32", constants, 2, not backend_sums)
+
+
+# `chunked` where K is gathered: what is computed before the first wait.
+def order(rank: int, dtype: torch.dtype, kept: bool) -> list[str]:
+    """The order of what a call with K gathered does."""
+    did: list[str] = []
+    step = Execution.step
+
+    def does(self: Execution, work: Any, *rest: Any) -> None:
+        if isinstance(work, Wait | Multiply):
+            did.append("wait" if isinstance(work, Wait) else "matmul")
+        step(self, work, *rest)
+
+    x, w = torch.ones(256, 256, dtype=dtype), torch.ones(512, 8, dtype=dtype, requires_grad=kept)
+    with pytest.MonkeyPatch.context() as patch, fusedcomm.force_algorithm("chunked", strict=True):
+        patch.setattr(Execution, "step", does)
+        y = fusedcomm.all_to_all_matmul(x, w, 1, 0)
+    assert torch.equal(y.detach(), torch.full((128, 8), 512.0, dtype=dtype))
+    return did
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_own_part_is_multiplied_before_the_first_wait(ranks: Any, kept: bool) -> None:
+    assert ranks(2).run(order, torch.float32, kept) == [["matmul", "wait", "matmul"]] * 2
+    assert ranks(2).run(order, torch.bfloat16, kept) == [["wait", "matmul"]] * 2
