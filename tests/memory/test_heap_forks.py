@@ -31,6 +31,18 @@ def test_a_child_writes_into_memory_of_its_own() -> None:
     assert (t == 1).all() and (later == 2).all()
 
 
+def test_a_child_of_a_child_keeps_what_the_child_wrote() -> None:
+    t = in_heap(make_heap()).fill_(1)
+
+    def write() -> bool:
+        t.fill_(2)
+        inner = in_child(lambda: bool((t == 2).all()) and bool((t.fill_(3) == 3).all()))
+        return inner == 0 and bool((t == 2).all())
+
+    assert in_child(write) == 0
+    assert (t == 1).all()
+
+
 def test_a_child_hands_out_no_blocks() -> None:
     heap = make_heap()
     t = in_heap(heap)

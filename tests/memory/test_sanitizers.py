@@ -20,7 +20,7 @@ from tests.helpers.controls.control import copy_sources
 
 HERE = Path("tests/memory")
 SYMMETRIC_MEMORY = [
-    f"tests/memory/test_{name}.py" for name in ("flags", "symmetric_memory", "rendezvous", "workspace", "limits")
+    f"tests/memory/test_{name}.py" for name in ("symmetric_memory", "rendezvous", "workspace", "limits")
 ]
 SKIPPED = "not address_space"  # the allocators of the sanitizers end a process that has none left
 SLOWER = "60"  # seconds that ranks wait for each other, in place of 20
