@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.helpers.controls import of_calls, of_cpus, of_decisions
 from tests.helpers.controls.control import Control, Sources
 
-TESTS = ("tests/package/test_negative_controls.py", "tests/package/test_native_controls.py")
+TESTS = ("tests/package/test_negative_controls.py",)
 CONTROLS: dict[str, Control] = {**of_calls.CONTROLS, **of_decisions.CONTROLS, **of_cpus.CONTROLS}
 
 

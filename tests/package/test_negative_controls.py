@@ -26,12 +26,12 @@ def test_each_protection_and_its_test_are_there(name: str) -> None:
     assert not test or test.partition("[")[0] in functions
 
 
+@pytest.mark.timeout(900)  # those of the native part compile what includes their file
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.thorough if name in QUICK else pytest.mark.nightly)
-        for name, control in CONTROLS.items()
-        if not control.is_native
+        for name, control in sorted(CONTROLS.items(), key=lambda each: (each[1].is_native, each[1].file))
     ],
 )
 def test_without_it_a_test_fails(sources: Sources, name: str) -> None:
