@@ -162,7 +162,7 @@ CONTROLS: dict[str, Control] = {
         MEMBER,
         "            if left <= 0:\n",
         "            if False:\n",
-        "tests/memory/test_rendezvous.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
+        "tests/memory/test_vote.py::test_a_rendezvous_that_blocks_ends_in_the_vote",
     ),
     "a bound of a store that is cut off": Control(
         "fusedcomm/memory/vote.py",
