@@ -24,9 +24,7 @@ compile_only.ARCHITECTURES = (int(sys.argv[2]),)
 compile_only.main(Path(sys.argv[1]))
 """
 
-USED_BY = {
-    f"tests/kernels/test_{each}.py" for each in ("compile_only", "launch_path", "ptx_order", "schedule_footprints")
-}
+USED_BY = {f"tests/kernels/test_{each}.py" for each in ("compile_only", "launch_path", "ptx_order")}
 
 
 class Target(NamedTuple):
