@@ -15,8 +15,8 @@ from fusedcomm.ops.moe import moe_combine, moe_dispatch, require
 class TokenDispatcher:
     """torchtitan's token dispatcher by `moe_dispatch` and `moe_combine`, and its Config: ``build`` copies it.
 
-    It is a ``token_dispatcher`` for torchtitan's ``RoutedExperts.Config``. All ranks have the same number of tokens,
-    unless num_max_tokens_per_rank or capacity is given.
+    It is a ``token_dispatcher`` for torchtitan's ``RoutedExperts.Config``, and has the methods that this calls. All
+    ranks have the same number of tokens, unless num_max_tokens_per_rank or capacity is given.
 
     Attributes:
         num_experts: E.
@@ -33,15 +33,9 @@ class TokenDispatcher:
     alignment: int = 1
 
     def build(self) -> TokenDispatcher:
-        """Return a dispatcher for a layer."""
         return replace(self)
 
     def wire_meshes(self, *, ep_mesh: Group) -> None:
-        """Take the group of the experts.
-
-        Args:
-            ep_mesh: a 1-D DeviceMesh.
-        """
         require(ep_mesh is not None, "ep_mesh", "a 1-D DeviceMesh", None)
         self.group_name = resolve(ep_mesh)[1]
 
@@ -52,17 +46,6 @@ class TokenDispatcher:
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Any = None,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Send tokens to their experts.
-
-        Args:
-            x_TD: [T, D].
-            topk_scores_TK: [T, k].
-            topk_expert_ids_TK: [T, k].
-            num_local_tokens_per_expert_E: not needed.
-
-        Returns:
-            (rows [capacity, D], rows of each expert of this rank [E / R], metadata for `combine`).
-        """
         max_tokens = self.num_max_tokens_per_rank
         if self.capacity is None and max_tokens is None:
             max_tokens = len(x_TD)
@@ -73,14 +56,4 @@ class TokenDispatcher:
         return rows, offsets.diff(prepend=offsets.new_zeros(1)), (routing, topk_scores_TK)
 
     def combine(self, routed_output_RD: Tensor, metadata: tuple[Tensor, Tensor], x_TD: Any = None) -> Tensor:
-        """Bring the experts' results back, and add those of each token, times their scores.
-
-        Args:
-            routed_output_RD: [capacity, D].
-            metadata: of `dispatch`.
-            x_TD: not needed.
-
-        Returns:
-            [T, D].
-        """
         return moe_combine(routed_output_RD, *metadata, self.group_name)

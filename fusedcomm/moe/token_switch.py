@@ -49,13 +49,6 @@ class TokenSwitch(_Base):  # type: ignore[misc]
     def create_routing(
         self, topk_idx: Tensor, per_expert_token_counts: Tensor | None = None, *, layout: str
     ) -> interface.Routing:
-        """Exchange counts.
-
-        Args:
-            topk_idx: [T, k], int32 or int64; -1 for a choice without an expert.
-            per_expert_token_counts: [E / R or more], filled with the rows that this rank's experts receive.
-            layout: "expert_major".
-        """
         require(layout == "expert_major", "layout", "'expert_major'", layout)
         size, name = self._where
         x, limits = (
