@@ -403,10 +403,6 @@ def main(folder: Path, arch: int, *suites: str) -> None:
             print(json.dumps({"suite": suite} | found), flush=True)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
-
-
 # Starts of TMA loads: one in the contiguous dim that is no multiple of 16 bytes is an illegal instruction, which ends
 # the CUDA context. The driver does not see it, as tensor maps say nothing of coordinates.
 ALIGNMENT = 16  # bytes
@@ -467,3 +463,7 @@ def _cut_starts(span: Span, peer: int, block: int, shift: int) -> Iterator[int]:
         begin = span.first(peer) + run * span.outer_stride
         for tile in range(in_run):
             yield begin + tile * block - begin % (shift + 1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
