@@ -1,4 +1,4 @@
-"""Examples of other packages, on two ranks: each compares its loss and gradients with those of one process."""
+"""Examples of other packages, on two ranks: each compares its results and gradients with those of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.package.test_examples import torchrun
 pytestmark = pytest.mark.nightly
 
 
-@pytest.mark.parametrize("name, least", [("transformers_ulysses", (5,)), ("torchtitan_linears", (0, 3))])
+@pytest.mark.parametrize(
+    "name, least", [("transformers_ulysses", (5,)), ("diffusers_ulysses", (0,)), ("torchtitan_linears", (0, 3))]
+)
 def test_example(name: str, least: tuple[int, ...]) -> None:
     package = name.partition("_")[0]
     skip_without(package)
