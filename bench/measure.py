@@ -22,13 +22,6 @@ from fusedcomm.ops.whole_group import MatmulSize
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALGORITHMS = (AUTO, *env.ALGORITHMS)
 NOTHING = Timing(0.0, 0.0, 0.0, 0.0, 0.0)
-# busbw / algbw in a group of R, as nccl-tests defines them
-BUS: dict[str, Callable[[int], float]] = {
-    "all_to_all": lambda size: (size - 1) / size,
-    "all_gather": lambda size: (size - 1) / size,
-    "reduce_scatter": lambda size: (size - 1) / size,
-    "all_reduce": lambda size: 2 * (size - 1) / size,
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,9 @@ class OpRow:
 
     @property
     def busbw(self) -> float:
-        return self.algbw * BUS[BENCHES[self.op].kind](self.group_size)
+        """As nccl-tests defines it."""
+        crossings = 2 if BENCHES[self.op].kind == "all_reduce" else 1
+        return self.algbw * crossings * (self.group_size - 1) / self.group_size
 
 
 def size_of(op: str, num_bytes: int, k: int, n: int, batch: int, dtype: str) -> MatmulSize:

@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parent / "results"
 FILE = FOLDER.with_suffix(".csv")
 FACTS = ("file", "machine", "versions", "date", "commit", "command")
 FIELDS = (*FACTS, "op", "shape", "what", "figure", "value", "unit", "ratio", "low", "high")
-LABELS = ["model", "block", "program", "part", "point", "variant", "fault", "name", "dtype", "direction", "algorithm"]
-NUMBERED = ["layers", "budget_percent", "ranks", "mesh_shape", "shape"]
+LABELS = "model block program part point variant fault name dtype direction algorithm layers "
+LABELS += "budget_percent ranks mesh_shape shape"
 SIZES = ["batch", "rows", "k", "n"]
 OP, SHAPE = r"\b\w*(?:all_to_all|all_gather|reduce_scatter|all_reduce)\w*", r"\d+(?: x \d+)+"
 LEFT_OUT = "case versions machine settings topology timing sizes cells traces plans matmuls load samples crossovers"
@@ -46,11 +46,9 @@ def lines() -> Iterator[dict[str, str]]:
     for path in sorted(FOLDER.glob("*.json")):
         report = json.loads(path.read_text())
         facts = dict(zip(FACTS, (path.stem, *_facts(report)), strict=True))
-        cases = (
-            [({"name": name}, case.get("found")) for name, case in report["cases"].items()] if "gpu" in report else []
-        )
-        for labels, node in cases or [({}, report)]:
-            for line in filter(None, (_line(path.stem, *each) for each in _figures(node, labels, ()))):
+        for name, case in report.get("cases", {"": {"found": report}}).items():
+            found = _figures(case.get("found"), {"name": name} if name else {}, ())
+            for line in filter(None, (_line(path.stem, *each) for each in found)):
                 yield dict.fromkeys(FIELDS, "") | facts | line
 
 
@@ -70,7 +68,7 @@ def _figures(
     """Numbers, timings and intervals, each with the labels of the records around it."""
     if isinstance(node, dict) and "median" not in node:
         node = {**node.get("case", {}), **node}
-        known = (*LABELS, *NUMBERED, *SIZES, "op", "num_bytes")
+        known = (*LABELS.split(), *SIZES, "op", "num_bytes")
         labels = {**labels, **{name: node[name] for name in known if _is_label(node.get(name))}}
         for name, each in node.items():
             if name not in labels and name not in LEFT_OUT.split():
@@ -93,8 +91,8 @@ def _is_interval(node: list[Any]) -> bool:
 
 
 def _line(file: str, labels: Mapping[str, Any], figure: str, node: Any) -> dict[str, str] | None:
-    named = [str(labels[name]) for name in LABELS if name in labels]
-    what = ", ".join(named + [f"{name} {labels[name]}" for name in NUMBERED if name in labels])
+    known = [(name, labels[name]) for name in LABELS.split() if name in labels]
+    what = ", ".join(value if isinstance(value, str) else f"{name} {value}" for name, value in known)
     text = f"{what} {figure}"
     timing = node if isinstance(node, dict) else {"low": node[0], "high": node[1]} if isinstance(node, list) else None
     unit = next((unit for pattern, unit in UNITS.items() if re.search(pattern, text)), "s" if timing else None)

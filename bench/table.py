@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -109,10 +108,10 @@ def summary(rows: Sequence[OpRow]) -> list[dict[str, Any]]:
             "direction": direction,
             "algorithm": algorithm,
             "num_rows": len(each),
-            "speedup_mean": _geometric_mean([row.ratio for row in each]),
+            "speedup_mean": statistics.geometric_mean([row.ratio for row in each]),
             "speedup_minimum": min(row.ratio for row in each),
             "over_roof_median": statistics.median(row.ours.median / row.roof.median for row in each),
-            "free_exchange": _geometric_mean([row.baseline.median / row.roof.median for row in each]),
+            "free_exchange": statistics.geometric_mean([row.baseline.median / row.roof.median for row in each]),
         }
         for (op, direction, algorithm), each in groups.items()
     ]
@@ -126,7 +125,3 @@ def report(row: Any) -> dict[str, Any]:
     """Every field and every derived figure of a row."""
     derived = {name: getattr(row, name) for name in vars(type(row)) if isinstance(vars(type(row))[name], property)}
     return asdict(row) | derived
-
-
-def _geometric_mean(ratios: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, ratios)))

@@ -12,8 +12,8 @@ bound      a barrier of all ranks in place of each exchange, forward and backwar
            these have come. The barriers, by bench/rank_barrier.py, are a signal and a wait for each peer
 
 gain = (baseline - fusedcomm) / (baseline - bound): 1 where nothing of the exchanges is left but to wait for each other.
-Each difference is the median over rounds of the differences within a round. Two spreads stand beside it: of the gain of
-rounds drawn anew, the error of this run's gain, and of the gains of single rounds. bench/common.py explains the pages.
+Each difference is the median over rounds of the differences within a round. Beside it stands the spread of the gain of
+rounds drawn anew, the error of this run's gain. bench/common.py explains the pages.
 """
 
 from __future__ import annotations
@@ -158,12 +158,9 @@ class BlockRow:
     ours: Timing
     bound: Timing
     gain: float
-    # P10 and P90 of the gain
-    drawn_anew: tuple[float, float]
-    single_rounds: tuple[float, float]
+    drawn_anew: tuple[float, float]  # P10 and P90
 
 
-SPREAD = "P10 .. P90 of gain"
 COLUMNS = (
     DTYPE_COLUMN,
     Column("baseline\nms", "the block of today, forward and backward", lambda row: ms(row.baseline.median)),
@@ -171,8 +168,11 @@ COLUMNS = (
     Column("bound\nms", "the block with barriers for exchanges: no values", lambda row: ms(row.bound.median)),
     Column("speed-up", "baseline / fusedcomm", lambda row: f"{row.baseline.median / row.ours.median:.3f}"),
     Column("gain", "(baseline - fusedcomm) / (baseline - bound), within rounds", lambda row: f"{row.gain:.2f}"),
-    Column("gain of rounds\ndrawn anew", f"{SPREAD}: how well this run knows it", lambda row: _range(row.drawn_anew)),
-    Column("gain of\nsingle rounds", f"{SPREAD} of each round", lambda row: _range(row.single_rounds), drop=1),
+    Column(
+        "gain of rounds\ndrawn anew",
+        "P10 .. P90 of gain: how well this run knows it",
+        lambda row: "{:.2f} .. {:.2f}".format(*row.drawn_anew),
+    ),
 )
 
 
@@ -187,21 +187,12 @@ def measure_block(rank: int, sizes: BlockSizes, dtype: str, device_type: str, ro
     gained, exposed = seconds[BASELINE] - seconds[OURS], seconds[BASELINE] - seconds[BOUND]
     anew = draws(rounds)
     drawn = _median(gained[anew]) / _median(exposed[anew])
-    gain = (_median(gained) / _median(exposed)).item()
-    return BlockRow(dtype, today, fused, least, gain, _spread(drawn), _spread(gained / exposed))
+    low, high = drawn.quantile(drawn.new_tensor([0.1, 0.9])).tolist()
+    return BlockRow(dtype, today, fused, least, (_median(gained) / _median(exposed)).item(), (low, high))
 
 
 def _median(seconds: Tensor) -> Tensor:
     return seconds.quantile(0.5, dim=-1)
-
-
-def _spread(gains: Tensor) -> tuple[float, float]:
-    low, high = gains.quantile(gains.new_tensor([0.1, 0.9])).tolist()
-    return low, high
-
-
-def _range(spread: tuple[float, float]) -> str:
-    return f"{spread[0]:.2f} .. {spread[1]:.2f}"
 
 
 def goals(row: BlockRow) -> list[Goal]:
