@@ -136,7 +136,7 @@ $(VENV)/.torch: $(VENV)/.made constraints.txt
 	$(PIP) "setuptools>=77" torch numpy ninja
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.torch pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES)
+$(VENV)/.built: constraints.txt pyproject.toml fusedcomm/__init__.py $(NATIVE_SOURCES) | $(VENV)/.torch
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --editable .
 	@touch $@
 
