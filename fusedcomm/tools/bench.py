@@ -200,19 +200,10 @@ def _too_small(args: argparse.Namespace, device_type: str) -> str | None:
     return None
 
 
-def _print_rounded(out: Console, args: argparse.Namespace, device_type: str) -> None:
-    for op, dtype in itertools.product(_ops(args), _dtypes(args, device_type)):
-        pairs = [(asked, _rounded(args, op, dtype, asked, device_type)) for asked in _sweep(args)]
-        if texts := [f"{asked} to {got}" for asked, got in pairs if got != asked]:
-            out.print(f"{op}, {dtype}: bytes are rounded to what can be exchanged: {', '.join(texts)}")
-
-
 def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRanks, results: BenchResults) -> None:
     here, out = world.is_rank_0(), console.stdout()
     tables: list[console.Table] = []
     dtypes = _dtypes(args, options.device_type)
-    if here:
-        _print_rounded(out, args, options.device_type)
     for op in _ops(args):
         rows: list[OpRow] = []
         for each in _calls(args, op, dtypes, options):

@@ -88,15 +88,13 @@ def test_files_of_all_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("shared_ranks")
-def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_in_bytes_are_of_what_is_exchanged(tmp_path: Path) -> None:
     sweep = ("-b", "4K", "-e", "20K", "-f", "2")
     rows = bench(tmp_path, "all_gather_matmul", *sweep, "-K", "64", "-N", "8", "--dtype", "float32")["rows"]
     assert [(row["num_bytes"], row["rows"]) for row in rows] == [(4096, 16), (8192, 32), (16384, 64)]
     options = ("-b", "6000", "-e", "12K", "-f", "2", "-K", "8", "-N", "64", "--dtype", "float32")
     rows = bench(tmp_path, "matmul_all_to_all", *options)["rows"]
     assert [row["num_bytes"] for row in rows] == [5888, 11776]
-    start = "matmul_all_to_all, float32: bytes are rounded to what can be exchanged: "
-    assert f"{start}6000 to 5888, 12000 to 11776 " in " ".join(capsys.readouterr().out.split())
 
 
 class LastElementWrong(type(PROGRAMS["all_gather_matmul"])):  # type: ignore[misc]
