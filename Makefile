@@ -57,7 +57,7 @@ nightly: setup $(VENV)/.old_triton
 OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
 GOAL ?= test
 test-torch:
-	@test -n "$(TORCH)" || { echo "Name a release of torch: make nightly PART=torch TORCH=2.15.0" >&2; exit 1; }
+	@test -n "$(TORCH)" || { echo "Name releases of torch: TORCH=2.15.0" >&2; exit 1; }
 	mkdir -p $(OTHER)
 	find $(OTHER) -mindepth 1 -maxdepth 1 ! -name .venv -exec rm -rf {} +
 	git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --preserve=timestamps -t $(OTHER)

@@ -34,7 +34,7 @@ UNITS = {  # of "what figure", by the first pattern; a number without one is no 
     r"bandwidth": "B/s",
     r"percent|share$": "%",
     r" minutes$": "min",
-    r"\b(ratio|cost|gain|worst)\b|over_?| over |speedup|free_exchange|efficiency|_kept|drawn_anew|single_rounds": "",
+    r"\b(ratio|cost|gain|worst)\b|over(?!head)|speedup|free_exchange|efficiency|_kept|drawn_anew|single_rounds": "",
     r"^kernel speed/(pack|unpack|reduce)|^moe speed/": "TB/s",
     r"goals value": "",
     r" compile \w+$|pass_s$|seconds$|latency|overhead|exposed|\b(hot|entry|rest|waits|least|\w+_above_matmuls)\b": "s",

@@ -44,7 +44,8 @@ class Case(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The payload's."""
-        return torch.uint8 if self.form == "_scaled" and self.program.gathers else torch.bfloat16
+        is_scaled = self.form in ("_scaled", "_tensor_wise")
+        return torch.uint8 if is_scaled and self.program.gathers else torch.bfloat16
 
     def problem(self, seed: int) -> proof.Problem:
         return proof.problem_of(self.program, self.size, self.group_size, self.form, seed=seed)
@@ -82,7 +83,7 @@ class Case(NamedTuple):
 
 def every(group_size: int, cuda: bool) -> Iterator[Case]:
     for program in PROGRAMS.values():
-        for form in ("", "_scaled", "_norm")[: 2 + ("reduce" in program.kind)]:
+        for form in ("", "_scaled", "_tensor_wise", "_norm")[: 3 + ("reduce" in program.kind)]:
             for algorithm in reversed(ALGORITHMS):
                 for size in SIZES[: 1 + ((group_size, algorithm) == (2, "fused"))] if cuda else (SMALL,):
                     yield Case(group_size, program, form, size, algorithm)

@@ -43,8 +43,10 @@ class FusedCall:
             symbolic = any(isinstance(size, torch.SymInt) for size in pytree.tree_leaves([self.args, x.shape]))
             spec, call = OPS[self.op], OPS[self.op].bind(self.args)
             exchange = None if symbolic else spec.exchange_of(call)
-            facts = spec.sent_dtype(call), member, call.wire, spec.multiplied(call)
-            self.last = "by size" if exchange is None else planner.plan(self.op, exchange, *facts).algorithm
+            self.last = "by size"
+            if exchange is not None:
+                facts = spec.sent_dtype(call), member, call.wire, spec.multiplied(call, exchange)
+                self.last = planner.plan(self.op, exchange, *facts).algorithm
         return self.last
 
 

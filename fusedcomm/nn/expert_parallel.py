@@ -8,7 +8,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from fusedcomm.memory.group import Group, rank_of, resolve
-from fusedcomm.ops.moe import cast_by_autocast, grouped_matmul_combine, moe_dispatch, require
+from fusedcomm.ops.moe import (
+    cast_by_autocast,
+    check_like,
+    check_weights,
+    grouped_matmul_combine,
+    moe_dispatch,
+    require,
+)
 
 
 class ExpertParallel(nn.Module):
@@ -90,6 +97,8 @@ class ExpertParallel(nn.Module):
         """
         w1, w2, w3 = (w.mT for w in self._weights())
         sent, w1, w3 = cast_by_autocast(x, w1, w3)
+        check_weights(w1, sent)
+        check_like(sent, w1, self.num_experts, self.group_size)
         facts = self.num_experts, self.capacity, self.group_name
         rows, offsets, routing = moe_dispatch(sent, expert_ids, *facts, max_tokens=self.max_tokens)
         gate, up = (torch.ops.fusedcomm.moe_grouped_matmul(rows, w, offsets) for w in (w1, w3))

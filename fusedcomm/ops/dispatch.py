@@ -64,7 +64,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
         with dumps.on_failure(), flight_recorder.Record(*about) as record:
             kind = kind_of(spec, args)
             key = kind, force_algorithm.current, is_for_capture(x.device)
-            how = args.wire, spec.multiplied(args)
+            how = args.wire, spec.multiplied(args, exchange)
             plan, ours = prepare(spec.name, exchange, dtype, x.device, args.group_name, record, key, *how)
             assert ours is not None
             with ours.lock:
@@ -102,7 +102,7 @@ def _begin(
         if proof.is_unproved(plan, record.dtype, ours, uneven):
             ours.enter(spec.name, plan.fingerprint)
             proof.prove(record.op, plan.algorithm, record.dtype, ours, uneven)
-            how = args.wire, spec.multiplied(args)
+            how = args.wire, spec.multiplied(args, record.exchange)
             plan = planner.plan(record.op, record.exchange, record.dtype, ours, *how)  # without failed algorithms
             record.algorithm = plan.algorithm
         if not plan.has_workspace:

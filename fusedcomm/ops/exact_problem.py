@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -125,14 +126,29 @@ class NormProblem:
 
 
 class ScaledProblem(ExactProblem):
-    """The same on float8 values. Scales of rows and columns are powers of two, so that sums stay exact."""
+    """The same on float8 values. Scales, of rows and columns or ``tensor_wise``, are powers of two, so that sums stay
+    exact. N is a multiple of 16 where K is: such products torch multiplies itself.
+    """
 
     def __init__(
-        self, program: WholeGroup, size: MatmulSize, num_ranks: int, uneven: bool = False, seed: int = 0
+        self,
+        program: WholeGroup,
+        size: MatmulSize,
+        num_ranks: int,
+        seed: int = 0,
+        uneven: bool = False,
+        tensor_wise: bool = False,
     ) -> None:
+        if size.k % 16 == 0:
+            size = replace(size, n=-(-size.n // 16) * 16)
         super().__init__(program, size, num_ranks, seed, bias=True, uneven=uneven)
+        self.tensor_wise = tensor_wise
         self.values = list(zip(self.xs, self.ws, strict=True))
-        self.scales = [(_powers(x.shape[-2]).unsqueeze(-1), _powers(w.shape[-1]).unsqueeze(0)) for x, w in self.values]
+        whole = torch.full((1,), 2.0, device="cpu"), torch.full((1,), 0.5, device="cpu")
+        self.scales = [
+            whole if tensor_wise else (_powers(x.shape[-2]).unsqueeze(-1), _powers(w.shape[-1]).unsqueeze(0))
+            for x, w in self.values
+        ]
         self.xs, self.ws = (
             [operands[i] * scales[i] for operands, scales in zip(self.values, self.scales, strict=True)] for i in (0, 1)
         )
@@ -162,7 +178,8 @@ class ScaledProblem(ExactProblem):
         )
 
     def scale_of_gathered(self, rank: int) -> Tensor:
-        return self.program.exchanged([scale for scale, _ in self.scales])[rank][:, :1]
+        scales = [scale for scale, _ in self.scales]
+        return scales[rank] if self.tensor_wise else self.program.exchanged(scales)[rank][:, :1]
 
 
 def _powers(size: int) -> Tensor:

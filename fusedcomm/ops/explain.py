@@ -59,7 +59,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
         return _routed_plan(op, *args, **kwargs)
     spec, given = arguments_of(op, *args, **kwargs)
     exchange, device = spec.exchange_of(given), _device(given.x)
-    sent, multiplied = spec.sent_dtype(given), spec.multiplied(given)
+    sent, multiplied = spec.sent_dtype(given), spec.multiplied(given, exchange)
     plan, ours = prepare(op, exchange, sent, device, given.group_name, multiplied=multiplied)
     kept = [] if ours is None else [*ours.plans.values()]
     return next((each for each in kept if each == plan and each.exchange == exchange), plan)

@@ -119,7 +119,7 @@ def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor
     Returns:
         [..., N]. The rest is that of `moe_combine`. Autocast casts h and w.
     """
-    _check_weights(w, h)
+    check_weights(w, h)
     h, w = cast_by_autocast(h, w)
     return _combined(h, w, routing, scores, group)
 
@@ -151,9 +151,9 @@ def dispatch_grouped_matmul(
         (h, offsets, routing). h: [capacity, N], zero where rows have no token. Autocast casts x and w. The rest is that
         of `moe_dispatch`. One runs behind the other: on CPUs a copy and a matmul would share the cores.
     """
-    _check_weights(w, x)
+    check_weights(w, x)
     x, w = cast_by_autocast(x, w)
-    _check_like(x, w, num_experts, resolve(group)[0])
+    check_like(x, w, num_experts, resolve(group)[0])
     rows, offsets, routing = moe_dispatch(
         x, expert_ids, num_experts, capacity, group, alignment=alignment, max_tokens=max_tokens
     )
@@ -191,7 +191,7 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
     require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
     num_experts = routing.shape[-1]
     if w is not None:
-        _check_like(h, w, num_experts, group_size)
+        check_like(h, w, num_experts, group_size)
     flat = scores.flatten(0, -2)
     num_tokens, k = flat.shape
     shape = layout.packed_shape(num_tokens * k, num_experts, group_size)
@@ -214,13 +214,13 @@ def _check_slots(name: str, t: Any) -> None:
     require(t.ndim >= 2 and t.shape[-1] >= 1, name, "[..., k], k at least 1", t.shape)
 
 
-def _check_weights(w: Any, h: Any) -> None:
+def check_weights(w: Any, h: Any) -> None:
     check_tensor("w", w)
     check_tensor("h", h)
     require(w.ndim == 3 and w.shape[1] == h.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
 
 
-def _check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None:
+def check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None:
     require((w.dtype, w.device) == (h.dtype, h.device), "w", "of h's dtype and device", (w.dtype, w.device))
     require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
 

@@ -96,7 +96,11 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     programs = [each for each in PROGRAMS.values() if each.kind == base]
     if form == "_scaled":  # pushes send results, gathers float8
         programs = [each for each in programs if each.gathers == (dtype in BYTES)]
-    forms = [form, "_norm"] if kind == "reduce_scatter" and algorithm != "pipelined" else [form]  # a rank has either
+    forms = [form]
+    if form == "_scaled":
+        forms.append("_tensor_wise")
+    elif kind == "reduce_scatter" and algorithm != "pipelined":  # a rank has either
+        forms.append("_norm")
     problems = [
         problem_of(each, size, ours.group_size, behind, uneven)
         for each in programs
@@ -118,13 +122,13 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
 def problem_of(
     program: WholeGroup, size: MatmulSize, num_ranks: int, form: str = "", uneven: bool = False, seed: int = 0
 ) -> Problem:
-    """``form``: "_norm", "_scaled" or ""."""
+    """``form``: "_norm", "_scaled", "_tensor_wise" or ""."""
     if program.cut is None:  # an all_reduce cuts rows that the group divides, without padding
         size = replace(size, rows=size.rows * num_ranks)
     if form == "_norm":
         return NormProblem(program, size, num_ranks, seed, uneven)
-    if form == "_scaled":
-        return ScaledProblem(program, size, num_ranks, uneven, seed)
+    if form in ("_scaled", "_tensor_wise"):
+        return ScaledProblem(program, size, num_ranks, seed, uneven, tensor_wise=form == "_tensor_wise")
     return ExactProblem(program, size, num_ranks, seed, bias=True, uneven=uneven)
 
 

@@ -23,7 +23,7 @@ from fusedcomm.ops import (
 )
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.plan.call_plan import CALL
-from fusedcomm.plan.cost.model import BLOCKS, FAST_FLOAT8, FLOAT8
+from fusedcomm.plan.cost.model import BLOCKS, FAST_FLOAT8, FLOAT8, WIDE_FLOAT8
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_bias, check_out, check_tensors
@@ -137,12 +137,14 @@ class OpSpec:
         sent = self.gathered_dtype(args) if self.gathers else args.dtype
         return torch.uint8 if sent in VALUES and args.wire != CALL else sent  # a program may send float8 as bytes
 
-    def multiplied(self, args: Arguments) -> str | None:
+    def multiplied(self, args: Arguments, exchange: Exchange) -> str | None:
         """The kind of product in `plan.cost`, where x and w are not of the payload's dtype."""
         if not self.is_scaled:
             return None
-        in_blocks = args.scales[0].ndim > 0 and args.scales[0].shape[-1] > 1
-        return BLOCKS if in_blocks else FAST_FLOAT8 if args.use_fast_accum else FLOAT8
+        if args.scales[0].ndim > 0 and args.scales[0].shape[-1] > 1:
+            return BLOCKS
+        rounds_later = args.dtype != torch.bfloat16 or (exchange.gathers and exchange.splits_columns)
+        return FAST_FLOAT8 if args.use_fast_accum else WIDE_FLOAT8 if rounds_later else FLOAT8
 
     def _checked(self, args: Arguments, geometry: Callable[[Arguments], Any]) -> Any:
         if self.is_scaled:

@@ -107,15 +107,22 @@ def _torch_can(device: torch.device, x: Shape, n: int, scale_x: Shape, scale_w: 
     return 0 not in x and x[1] % 16 == n % 16 == 0 and scale_x[1] == scale_w[0] == 1
 
 
+def _is_one_number(scale: Tensor) -> bool:
+    return all(size == 1 or step == 0 for size, step in zip(scale.shape, scale.stride(), strict=True))
+
+
 def _by_torch(
     out: Tensor, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor | None, adds: bool, fast: bool
 ) -> Tensor:
     """``out``, where torch can write it; else the product in float32, without the bias."""
     is_loadable = w.stride(0) == 1 and w.stride(1) % 16 == 0 and w.data_ptr() % 16 == 0
     x, w = x.contiguous(), w if is_loadable else w.mT.clone(memory_format=torch.contiguous_format).mT
-    tensor_wise = all(scale.numel() == 1 or set(scale.stride()) == {0} for scale in (scale_x, scale_w))
+    tensor_wise = _is_one_number(scale_x) and _is_one_number(scale_w)
     if not adds and out.dtype == torch.bfloat16 and out.is_contiguous() and (tensor_wise or out.is_cuda):
-        scales = (scale_x[0, 0], scale_w[0, 0]) if tensor_wise else (scale_x.contiguous(), scale_w.contiguous())
+        if tensor_wise:
+            scales = scale_x[0, 0], scale_w[0, 0]
+        else:
+            scales = scale_x.expand(len(x), 1).contiguous(), scale_w.expand(1, w.shape[1]).contiguous()
         return torch._scaled_mm(x, w, *scales, bias, None, out.dtype, fast, out=out)
     one = torch.ones((), device=x.device)
     product = torch._scaled_mm(x, w, one, one, out_dtype=torch.float32, use_fast_accum=fast)

@@ -28,7 +28,7 @@ inline at::Tensor dequantized(const at::Tensor& t, at::Tensor scale) {
 }
 
 inline bool is_one_number(const at::Tensor& scale) {
-  return scale.numel() == 1 || (scale.stride(0) == 0 && scale.stride(1) == 0);
+  return (scale.size(0) == 1 || scale.stride(0) == 0) && (scale.size(1) == 1 || scale.stride(1) == 0);
 }
 
 // `out`, where torch can write it; else the product in float32, without the bias.
@@ -41,7 +41,8 @@ inline at::Tensor product_by_torch(at::Tensor& out, at::Tensor x, at::Tensor w, 
   const bool tensor_wise = is_one_number(scale_x) && is_one_number(scale_w);
   if (!product.adds && out.scalar_type() == at::kBFloat16 && out.is_contiguous() && (tensor_wise || out.is_cuda())) {
     const auto [of_x, of_w] = tensor_wise ? std::pair(scale_x[0][0], scale_w[0][0])
-                                          : std::pair(scale_x.contiguous(), scale_w.contiguous());
+                                          : std::pair(scale_x.expand({x.size(0), 1}).contiguous(),
+                                                      scale_w.expand({1, w.size(1)}).contiguous());
     at::_scaled_mm_out(out, x, w, of_x, of_w, bias, std::nullopt, at::kBFloat16, product.fast);
     return out;
   }

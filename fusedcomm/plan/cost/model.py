@@ -65,9 +65,10 @@ KINDS = {
     "scaled_matmul_all_reduce": "all_reduce",
     **{kind: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")},
 }
-FLOAT8, FAST_FLOAT8, BLOCKS = "float8", "fast float8", "float8 in blocks"  # sums in float32, or in fewer bits; scales
-# of blocks. Rates over those of bfloat16, of cuBLAS and the Triton kernel, on an H200; torch dequantises blocks
-_FLOAT8_RATES = {FLOAT8: (2.0, 1.18), FAST_FLOAT8: (2.0, 2.0), BLOCKS: (0.0, 0.9)}
+FLOAT8, WIDE_FLOAT8, FAST_FLOAT8, BLOCKS = "float8", "wide float8", "fast float8", "float8 in blocks"
+# Rates over those of bfloat16, of cuBLAS and the Triton kernel, on an H200. Torch scales and rounds wide products by
+# kernels behind cuBLAS (chosen), and dequantises blocks.
+_FLOAT8_RATES = {FLOAT8: (2.0, 1.18), WIDE_FLOAT8: (1.0, 1.18), FAST_FLOAT8: (2.0, 2.0), BLOCKS: (0.0, 0.9)}
 ITEMSIZE = {"float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(_FLOAT8_RATES, 1)}
 DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
@@ -221,8 +222,8 @@ _NUMBERS: dict[str, tuple[Any, Any]] = {
         {"all_to_all": 1e9, "all_gather": 0.75e9, "reduce_scatter": 0.5e9, "all_reduce": 1.2e9},
     ),
     "backend_latency": (dict.fromkeys(KINDS.values(), 25e-6), dict.fromkeys(KINDS.values(), 500e-6)),  # [C]
-    # [M] public calls of 2 processes, torch.mm 14 to 27 us: fused 54 to 110 us, chunked 115 to 132 us, of which a chunk
-    # is half a torch.mm by bench/results/host-cost.json. [C] unfused: a torch.mm and a collective of NCCL
+    # [M] public calls of 2 processes (-native), torch.mm 14 to 27 us: fused 54 to 110, chunked 115 to 132, of which a
+    # chunk is half a torch.mm by bench/results/host-cost.json. [C] unfused: a torch.mm and a collective of NCCL
     "call_overhead": ({"unfused": 65e-6, "chunked": 100e-6, "fused": 65e-6}, {"unfused": 200e-6, "chunked": 5e-6}),
     "chunk_overhead": (10e-6, 2e-6),
     "piece_overhead": (80e-6, 300e-6),  # [C]
