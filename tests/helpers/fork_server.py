@@ -33,7 +33,7 @@ LOADED = (
     "pytest",
 )
 # What is read when it is needed, so that a rank may have its own.
-READ_LATE = ("FUSEDCOMM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "PYTEST_")
+READ_LATE = ("FUSEDCOMM_", "RANK", "LOCAL_", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "PYTEST_", "TORCHINDUCTOR_CACHE_DIR")
 NUM_SERVERS = 2  # neighbours have hash seeds and addresses that differ, as ranks of users have
 
 spawn = ranks._start
