@@ -7,7 +7,6 @@ OLD_TRITON := $(VENV)/triton-3.6
 OP ?= ops
 BENCH_ulysses_block := python -m fusedcomm.bench.ulysses_block
 BENCH_start_program := python -m fusedcomm.bench.start_program
-BENCH_hosts := python -m tests.helpers.hosts_bench
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
 # Tests start hundreds of processes, each of which would compile all sources anew.
@@ -27,7 +26,7 @@ help:
 	@echo "            and the sources; make wheels TORCH=\"2.13.0 2.15.0\" PYTHON=\"python3.11 python3.12\": one for each"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: fusedcomm bench, OP=matmul_all_to_all"
 	@echo "            for one; OP=ulysses_block, a whole block, forward and backward; OP=start_program, under torch.compile;"
-	@echo "            OP=hosts, pipelined across two hosts on a throttled link, as root; BENCH_ARGS=--help has the options"
+	@echo "            BENCH_ARGS=--help has the options"
 	@echo "make figures  the figures of docs/benchmark.md and others, into bench/results; 20 minutes of a machine that does nothing else"
 	@echo "make results  bench/results.csv, a line per measured figure of bench/results"
 	@echo "make host-cost  what a call costs the host of a GPU, in instructions, and what the streams are given; without a GPU,"
