@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
@@ -26,6 +26,7 @@ import fusedcomm
 import fusedcomm.compile
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers.block_checks import interpreted
+from tests.helpers.merge_world import fake_ranks
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import logged
 
@@ -255,6 +256,22 @@ def test_async_leaves_the_last_wait_to_the_reader(ranks: Ranks) -> None:
 def program(x: DTensor, w: DTensor) -> DTensor:
     y = fusedcomm.redistribute(x * 2, placements=[R, R])
     return fusedcomm.redistribute(y @ w, x.device_mesh, (S1, S1))
+
+
+def test_what_torch_compile_calls_makes_all_groups_that_a_backward_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It also tells meshes, sources and versions apart."""
+    from fusedcomm import files
+    from fusedcomm.redistribution import dtensor, mesh_groups
+
+    with fake_ranks(8):
+        mesh = init_device_mesh("cpu", (2, 1, 4))
+        first = dtensor.version(mesh)
+        monkeypatch.setattr(mesh_groups, "_make", None)  # none is left to be made
+        for mesh_dims in ((0,), (2,), (0, 2)):
+            assert mesh_groups.flattened(mesh, mesh_dims).pg.size() == math.prod(mesh.shape[i] for i in mesh_dims)
+        assert dtensor.version(mesh) == first != dtensor.version(init_device_mesh("cpu", (8,)))
+        monkeypatch.setattr(files, "_sources_digest", lambda: "other sources")
+        assert dtensor.version(mesh) != first
 
 
 @contextlib.contextmanager
