@@ -116,17 +116,6 @@ def test_the_host_goes_on_until_it_waits(gpu: Stream, blocking: bool) -> None:
     assert event.waits == 1
 
 
-def test_the_copy_is_of_what_the_stream_had_written_by_then(gpu: Stream) -> None:
-    """The second write is the control: if the copy were late, it would show."""
-    values = torch.zeros(3)
-    gpu.add("write", lambda: values.fill_(1))
-    copied = DeviceToHost(on_gpu(values))
-    gpu.add("write", lambda: values.fill_(2))
-    late = DeviceToHost(on_gpu(values))
-    exactly(copied.wait(), torch.ones(3))
-    exactly(late.wait(), torch.full((3,), 2.0))
-
-
 @pytest.mark.parametrize("name", ["strided", "conjugate", "negative"])
 def test_the_stream_gets_a_copy_that_needs_nothing_more_on_the_host(gpu: Stream, name: str) -> None:
     source = SOURCES[name]()
@@ -350,20 +339,3 @@ def test_on_a_gpu_values_of_every_kind_of_source(name: str) -> None:
     got = DeviceToHost(source).wait()
     assert got.is_contiguous() and got.device.type == "cpu"
     exactly(got, source.cpu().resolve_conj())
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_a_compiled_graph_waits_for_a_copy_that_it_is_given() -> None:
-    """The graph waits each time: a wait that was only traced would be over after the first call."""
-
-    def end(copied: DeviceToHost, x: Tensor) -> Tensor:
-        return copied.wait() + x
-
-    compiled, x = torch.compile(end, backend="aot_eager"), torch.ones(1 << 20)
-    for value in range(3):
-        source = torch.full((1 << 20,), float(value), device="cuda")
-        torch.cuda._sleep(500_000_000)  # a quarter of a second
-        copied = DeviceToHost(source.add_(1))
-        exactly(compiled(copied, x), torch.full((1 << 20,), value + 2.0))
-        assert copied.ready()
