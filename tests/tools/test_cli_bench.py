@@ -21,7 +21,7 @@ from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_bench import PROGRAMS
 from fusedcomm.bench.overhead import CallRow, measure_overhead
 from fusedcomm.bench.scaled_bench import BENCHES
-from fusedcomm.bench.timing import Timing, ValuesDiffer, all_gather_bytes, measure
+from fusedcomm.bench.timing import Timing, ValuesDiffer, measure
 from fusedcomm.launch import world
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
@@ -209,15 +209,6 @@ def test_what_a_timing_says_of_its_rounds() -> None:
     assert timing.variation == pytest.approx((850.0**0.5) / 51.0)  # the variance of 1 to n is (n * n - 1) / 12
 
 
-def gather_text(rank: int, texts: list[bytes]) -> list[bytes]:
-    return all_gather_bytes(texts[rank], CPU)
-
-
-def test_bytes_of_any_length_are_gathered(ranks: Callable[[int], RankPool]) -> None:
-    for texts in ([b"", b""], [b"a", b"\x00bc " * 999], [b" ", b""]):
-        assert ranks(2).run(gather_text, texts) == [texts, texts]
-
-
 # `fusedcomm bench plain` and `decode`: values are checked, and every row has its figures.
 @pytest.mark.usefixtures("shared_ranks")
 def test_every_op_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,14 +350,8 @@ def test_every_figure_of_overhead_follows_from_the_times(tmp_path: Path, capsys:
     assert max(map(len, lines)) <= 100 and any("docs/benchmark.md explains each" in line for line in lines)
 
 
-class SlowBaseline(type(PROGRAMS["matmul_all_to_all"])):  # type: ignore[misc]
-    def baseline(self, x: Tensor, w: Tensor) -> Tensor:
-        time.sleep(PLANTED_S)
-        return super().baseline(x, w)
-
-
 def slow_op(*args: Any) -> Tensor:
-    time.sleep(2 * PLANTED_S)
+    time.sleep(PLANTED_S)
     return torch.ops.fusedcomm.matmul_all_to_all(
         *args[:2], None, None, *args[2:], *[None] * 5, dist.get_world_size(), dist.group.WORLD.group_name
     )
@@ -375,7 +360,6 @@ def slow_op(*args: Any) -> Tensor:
 def planted_overhead(rank: int) -> list[CallRow]:
     with (
         mock.patch.dict(vars(overhead), FEW_CALLS),
-        mock.patch.dict(PROGRAMS, {OP: SlowBaseline()}),
         mock.patch.object(fusedcomm, OP, slow_op),
     ):
         return measure_overhead(rank, OP, "forward", "cpu", rounds=1)
@@ -383,6 +367,4 @@ def planted_overhead(rank: int) -> list[CallRow]:
 
 def test_a_planted_delay_of_the_op_is_no_cpu_time(ranks: Callable[[int], RankPool]) -> None:
     (chunked,) = (row for row in ranks(2).run(planted_overhead)[0] if row.name == "chunked")
-    assert chunked.over_baseline == pytest.approx(2, rel=0.35)
-    assert chunked.cold_over_baseline == pytest.approx(2, rel=0.35)
-    assert chunked.cpu.median < PLANTED_S  # asleep
+    assert min(chunked.hot.median, chunked.cold.median) >= PLANTED_S > chunked.cpu.median  # asleep
