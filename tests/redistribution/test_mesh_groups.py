@@ -1,6 +1,5 @@
 """Groups of several mesh dims, and the vote at a mesh's first use: right ranks, reused, bounded, the same on all."""
 
-import itertools
 import os
 import threading
 import time
@@ -48,49 +47,6 @@ def gathered(flat: mesh_groups.FlatGroup) -> list[int]:
     ).tolist()
 
 
-def flat_groups(rank: int, nested: Any) -> dict[tuple[int, ...], tuple[str, list[int]]]:
-    """The name and the members of groups, checked against the mesh, by mesh dims."""
-    with left_as_found():
-        mesh = DeviceMesh("cpu", nested)
-        found = {}
-        for count in range(1, mesh.ndim + 1):
-            for dims in itertools.combinations(range(mesh.ndim), count):
-                flat = mesh_groups.flattened(mesh, dims)
-                members = members_of(nested, dims, rank)
-                assert [members[i] for i in flat.order] == gathered(flat)
-                assert sorted(flat.order) == list(range(len(members)))
-                assert flat.pg is c10d._resolve_process_group(flat.group_name)
-                found[dims] = flat.group_name, sorted(members)
-        assert not mesh._flatten_mapping, "torch would merge over it, with wrong rows for uneven shards"
-        return found
-
-
-@pytest.mark.parametrize("nested", [PERMUTED, np.arange(8).reshape(2, 2, 2).tolist(), np.arange(8).tolist()])
-def test_every_set_of_mesh_dims_has_its_ranks_in_the_order_told(ranks: Ranks, nested: Any) -> None:
-    answers = ranks(8).run(flat_groups, nested)
-    for answer in answers:
-        for dims, (name, members) in answer.items():
-            assert all(answers[member][dims] == (name, members) for member in members)
-
-
-@on_ranks(8)
-def test_groups_that_reduce_the_same_do_it_in_the_same_order(rank: int) -> None:
-    """Where the middle dim is replicated, the first and the last rank of the second mesh would reduce in two orders."""
-    with left_as_found():
-        alike = DeviceMesh("cpu", [[[0, 1], [2, 3]], [[6, 7], [4, 5]]])
-        mixed = DeviceMesh("cpu", [[[0, 1], [6, 7]], [[4, 5], [2, 3]]])
-        rows = DeviceMesh("cpu", [[0, 1, 2, 3], [7, 6, 5, 4]])
-        for mesh, dims in ((alike, (0, 2)), (alike, (2,)), (mixed, (0, 1, 2))):
-            assert mesh_groups.flattened(mesh, dims, reduces=True).pg is mesh_groups.flattened(mesh, dims).pg
-        for mesh, dims in ((mixed, (0, 2)), (rows, (1,))):
-            reducing, plain = mesh_groups.flattened(mesh, dims, reduces=True), mesh_groups.flattened(mesh, dims)
-            assert reducing.order == (0, 1, 2, 3)
-            assert gathered(reducing) == members_of(mesh.mesh, dims, rank)
-            assert gathered(plain) == sorted(members_of(mesh.mesh, dims, rank))
-            assert (plain.pg is reducing.pg) == (plain.order == (0, 1, 2, 3)) or len(dims) == 1
-        assert mesh_groups.flattened(rows, (1,)).pg is rows.get_group(1)
-
-
 @on_ranks(8)
 def test_groups_that_exist_are_used(rank: int) -> None:
     with left_as_found():
@@ -133,6 +89,7 @@ def test_timeouts_are_those_of_the_mesh(rank: int) -> None:
             c10d._set_pg_timeout(timedelta(seconds=77), mesh.get_group(dim))
         backend = mesh_groups.flattened(mesh, (0, 2)).pg._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timedelta(seconds=77)
+        assert not mesh._flatten_mapping, "torch would merge over it, with wrong rows for uneven shards"
 
 
 # ranks that do not come, or with something else
