@@ -125,6 +125,10 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {  # what `geometry` 
         ((4, 5), (5, 12), (6, 2), 0, 1, 3),
         {"x shape": [4, 5], "w shape": [5, 12], "out_shape": [6, 2], "gather_dim": 0, "scatter_dim": 1},
     ),
+    "all_gather_matmul": (
+        ((2, 5), ((5, 7), (5, 8)), 0, 3),
+        {"x shape": [2, 5], "w shapes": [[5, 7], [5, 8]], "gather_dim": 0},
+    ),
     "matmul_reduce_scatter": (
         ((6, 5), (5, 7), "avg", 0, 3),
         {"x shape": [6, 5], "w shape": [5, 7], "reduce_op": "avg", "scatter_dim": 0},
