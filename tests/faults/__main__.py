@@ -3,8 +3,6 @@
 python -m tests.faults '*/kill/*' --json faults.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

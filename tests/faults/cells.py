@@ -1,7 +1,5 @@
 """The matrix: which fault at which step of which op's call, by which algorithm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """Protections switched off inside ranks, and the cells that must then fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The faults. Each function is called at a step with what the rank would do there, ``go_on``."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

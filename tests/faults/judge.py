@@ -1,7 +1,5 @@
 """Whether what the ranks report is what the fault allows: right values, or the right error in time, and a way back."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

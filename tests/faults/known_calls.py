@@ -1,7 +1,5 @@
 """Calls with known results, and guarded memory around them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 A killed rank is not replaced: a pool starts with a few more ranks than a cell needs, and ends when too few are left.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -3,8 +3,6 @@
 All that the lab knows of plans is here, but for `Cell.prepared`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

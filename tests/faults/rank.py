@@ -1,7 +1,5 @@
 """A cell in one rank: the faulty call and those after it, what became of memory, and the way back."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Steps of the protocol, by name: the function of the package that runs next when a rank is there."""
 
-from __future__ import annotations
-
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator

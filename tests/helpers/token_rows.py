@@ -1,7 +1,5 @@
 """Single kernels of dispatches and combines, and routings of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

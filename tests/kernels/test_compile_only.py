@@ -4,8 +4,6 @@ This happens in other processes (this one may be in the interpreter; tests/helpe
 Triton, and under Triton 3.6 where ``<sys.prefix>/triton-3.6`` has it.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The processes of tests/helpers/launch_path.py make them, and tests/helpers/devic
 What a device makes of a launch that it takes, only a GPU shows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

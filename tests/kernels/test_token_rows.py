@@ -2,8 +2,6 @@
 and flags allow; every host is far ahead.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of a package, tiny, with random weights, and how it runs on several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

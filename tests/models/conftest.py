@@ -1,7 +1,5 @@
 """Ranks for the models of other packages, in place of those of the session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """DeepSpeed's Ulysses: its attention class in a block, and its route for models of Hugging Face."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Image and video transformers of diffusers under its Ulysses context parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """torchao's Float8Linear under the styles of fusedcomm.parallel, beside torch's own styles."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Examples of other packages, on two ranks: each compares its results and gradients with those of one process."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import pytest

@@ -3,8 +3,6 @@
 The packages are no development tools: `make models` installs them.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections import Counter

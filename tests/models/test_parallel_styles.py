@@ -3,8 +3,6 @@
 Losses, norms, gradients and weights are those under the styles that the package uses by itself, and in one process.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """torchtitan's RoutedExperts with fusedcomm's token dispatcher, beside its own in one process."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """torchtitan's Llama under its plan of tensor parallelism."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

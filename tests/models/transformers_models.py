@@ -1,7 +1,5 @@
 """Language models of transformers under their own plans of tensor parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ExpertParallel against loops over tokens and experts in one process, in float64."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layers of fusedcomm.nn: values, gradients, errors."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parameters of fusedcomm.nn's layers on their way in and out: plain layers, state dicts, copies and pickles."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Ulysses layers beside one process: tokens and heads that R does not divide, fewer heads of k and v than ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

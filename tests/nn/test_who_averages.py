@@ -4,8 +4,6 @@ Each row runs once on a mesh of 2 x 2 ranks beside one process: loss and gradien
 without the row's factor must not.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

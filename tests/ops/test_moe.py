@@ -1,7 +1,5 @@
 """Mixture of experts: rows, places, values and gradients against loops over tokens and experts; graphs; faults."""
 
-from __future__ import annotations
-
 import zlib
 from contextlib import nullcontext, suppress
 from itertools import product

@@ -1,7 +1,5 @@
 """The ops of a mixture of experts behind torch's and torchtitan's interfaces."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

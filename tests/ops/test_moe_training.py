@@ -1,7 +1,5 @@
 """A small Llama of experts, trained on two ranks by dispatches and combines, has the losses of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Sums over the ranks with a residual and an RMSNorm behind: values, gradients, graphs, errors, given memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """All states that a model can reach, breadth first, so that the trace to a violation is a shortest one."""
 
-from __future__ import annotations
-
 import gc
 from collections import deque
 from collections.abc import Hashable, Iterable

@@ -5,8 +5,6 @@ says: counters and words inside kernels and the native part, failures on the hos
 store and signal is seen in tests/run/test_kernel_effects.py.
 """
 
-from __future__ import annotations
-
 from tests.protocol.mirrors import Mirrors
 
 MIRRORED: Mirrors = {

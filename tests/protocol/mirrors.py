@@ -4,8 +4,6 @@ A digest covers what functions of a file do: not comments, docstrings, annotatio
 ``python -m tests.protocol.mirrors`` prints the table anew.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re

@@ -16,8 +16,6 @@ tests/protocol/mirrors.py lists the code that this mirrors. The order of memory 
 all ranks at once (tests/kernels/test_compile_only.py checks releases and acquires).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.protocol.explorer import Violation

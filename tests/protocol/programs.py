@@ -8,8 +8,6 @@ matmul leaves its own chunk out, and waits for the own signal last.
 This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/plan/fused.py (tests/protocol/mirrored.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

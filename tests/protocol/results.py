@@ -15,8 +15,6 @@ it at the latest moment, when the next call takes its block. tests/protocol/mode
 what is read in a slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from tests.protocol.explorer import Violation

@@ -4,8 +4,6 @@ A rank's script is compiled to two programs of steps, what it sends and what it 
 (tests/protocol/words.py). A step names how far the other program must be before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

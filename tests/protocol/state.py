@@ -1,7 +1,5 @@
 """The parts of a state of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 

@@ -1,7 +1,5 @@
 """A peer that has failed goes on with what is queued: its next push overwrites what is still read, and it says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The model is what the code does: by schedules, and by digests of what none says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

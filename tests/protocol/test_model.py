@@ -1,7 +1,5 @@
 """Every interleaving of the model of the protocol (tests/protocol/), with planted bugs; -s prints how many states."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 With two ranks each word of a post is a step of its own. With three a post is one step, as its words concern two ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

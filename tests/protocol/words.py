@@ -3,8 +3,6 @@
 A rank has two programs, as it has streams: what it sends, and what it receives. Its own chunk is in neither.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

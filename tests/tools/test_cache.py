@@ -1,7 +1,5 @@
 """`fusedcomm cache`: what it counts, compiles and removes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
