@@ -95,6 +95,11 @@ def dequantized(t: Tensor, scale: Tensor) -> Tensor:
     return t.to(torch.float32) * scale
 
 
+def has_float8(device: torch.device) -> bool:
+    """On CPUs torch's own takes as long as dequantising."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def torch_can(step: Multiply, device: torch.device) -> bool:
     """Whether `torch._scaled_mm` makes the product of this step."""
     x, w, scale_x, scale_w = (place.sizes[-2:] for place in (step.x, step.w, *step.scales))
@@ -102,9 +107,7 @@ def torch_can(step: Multiply, device: torch.device) -> bool:
 
 
 def _torch_can(device: torch.device, x: Shape, n: int, scale_x: Shape, scale_w: Shape) -> bool:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return False
-    return 0 not in x and x[1] % 16 == n % 16 == 0 and scale_x[1] == scale_w[0] == 1
+    return has_float8(device) and 0 not in x and x[1] % 16 == n % 16 == 0 and scale_x[1] == scale_w[0] == 1
 
 
 def _is_one_number(scale: Tensor) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import fusedcomm
 from fusedcomm.memory.group_member import Member
 from fusedcomm.ops import proof
 from fusedcomm.ops.table import SCALED
+from fusedcomm.run import scaled_matmul
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import IN_PYTHON, python_calls
@@ -121,6 +123,15 @@ def test_values(rank: int, world_size: int, algorithm: str, op: str) -> None:
 )
 def test_values_by_kernels(rank: int, op: str, recipe: str) -> None:
     check_values(rank, 2, "fused", op, [recipe])
+
+
+@on_ranks(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("op", OPS)
+def test_values_by_torch(rank: int, op: str) -> None:
+    """As on GPUs: torch multiplies float8 itself, in Python and natively."""
+    with mock.patch.object(scaled_matmul, "has_float8", lambda device: True):
+        check_values(rank, 2, "chunked", op, ["TensorWise"])
 
 
 def check_values(rank: int, world_size: int, algorithm: str, op: str, recipes: list[str]) -> None:
