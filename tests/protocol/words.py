@@ -86,7 +86,7 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
 
 
 class _Rows:
-    """What `fusedcomm.run.routed_rows.InPlace` does, which has no schedule (tests/protocol/mirrored.py)."""
+    """The words of `fusedcomm.run.routed_rows.InPlace`, which has no schedule (tests/protocol/mirrored.py)."""
 
     def __init__(self, walk: Walk, group: Group, posts: bool) -> None:
         self.walk, self.group, self.posts, self.rank = walk, group, posts, walk.rank
@@ -144,7 +144,7 @@ class _Rows:
 
 
 def _counts_bytes(group_size: int) -> int:
-    """Of a rank, in `token_schedules`."""
+    """A rank's, in `token_schedules`."""
     return 2 * group_size * torch.int64.itemsize
 
 
