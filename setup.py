@@ -13,6 +13,7 @@ from setuptools import find_packages, setup
 
 NAME = "fusedcomm.kernels.cpu.native"
 FOLDER = Path("kernels/cpu")
+UNITS = 2  # of translation, since parsing of torch's headers takes longer than all of our code
 
 
 def reject_reason() -> str | None:
@@ -33,6 +34,17 @@ def left_out(reason: object) -> None:
     print(f"{NAME} is left out, ops on CPU will run unfused: {reason}", file=sys.stderr)
 
 
+def write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text() != text:  # else ninja would compile again
+        path.write_text(text)
+
+
+def write_unit(path: Path, index: int) -> str:
+    sources = sorted(FOLDER.glob("*.cpp"), key=lambda source: source.stat().st_size)
+    write(path, "".join(f'#include "{source.absolute()}"\n' for source in sources[index::UNITS]))
+    return str(path)
+
+
 def native_extension() -> dict[str, Any]:
     """The arguments of setup() that build the extension."""
     from torch.utils.cpp_extension import BuildExtension, CppExtension, is_ninja_available
@@ -51,8 +63,9 @@ def native_extension() -> dict[str, Any]:
             folder = Path(self.build_temp).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             # A header, not a macro of the command line: a change compiles again only the files that it is in.
-            (folder / "sources_digest.h").write_text(f'#define FUSEDCOMM_SOURCES "{digest}"\n')
+            write(folder / "sources_digest.h", f'#define FUSEDCOMM_SOURCES "{digest}"\n')
             extension.include_dirs.append(str(folder))
+            extension.sources = [write_unit(folder / f"unit_{index}.cpp", index) for index in range(UNITS)]
             super().build_extensions()
 
     digest = runpy.run_path(str(FOLDER / "sources.py"))["digest"]()

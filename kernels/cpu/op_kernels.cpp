@@ -219,7 +219,7 @@ void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared
   call->record = std::make_shared<PythonObject>(std::move(record));
   call->workspace = std::make_shared<PythonObject>(std::move(workspace));
   call->rescue = std::make_unique<PythonObject>(std::move(rescue));
-  calls.add(Key(key.begin(), key.end()), std::move(call));
+  calls.add(key, std::move(call));
 }
 
 Segments segments_of(int64_t rank, const std::vector<at::Tensor>& segments, const std::array<int64_t, 6>& offsets,
@@ -286,7 +286,7 @@ void bind_op_kernels(py::module_& m) {
       .def("begin", &begin_calls)
       .def("add", &add_call)
       .def("refuse", [](PreparedCalls& calls, const std::vector<int64_t>& key) {
-        calls.add(Key(key.begin(), key.end()), nullptr);
+        calls.add(key, nullptr);
       })
       .def("__len__", &PreparedCalls::size);
 

@@ -94,11 +94,11 @@ std::pair<std::shared_ptr<PreparedCall>, bool> PreparedCalls::find(const Key& ke
   return key.front() == generation_ ? calls_.find(key) : std::pair<std::shared_ptr<PreparedCall>, bool>();
 }
 
-void PreparedCalls::add(Key key, std::shared_ptr<PreparedCall> call) {
+void PreparedCalls::add(c10::IntArrayRef key, std::shared_ptr<PreparedCall> call) {
   KeyTable<PreparedCall>::Entries dropped;
   std::lock_guard<std::mutex> guard(mutex_);
   if (key.front() != generation_) return;
-  calls_.add(std::move(key), call, dropped);
+  calls_.add(Key(key), call, dropped);
 }
 
 bool PreparedCalls::run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results) {

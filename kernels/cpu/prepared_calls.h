@@ -126,7 +126,7 @@ class PreparedCalls {
 
   // The call, if it is prepared; else null, and whether such a call has been made before, so that it is worth it.
   std::pair<std::shared_ptr<PreparedCall>, bool> find(const Key& key);
-  void add(Key key, std::shared_ptr<PreparedCall> call);
+  void add(c10::IntArrayRef key, std::shared_ptr<PreparedCall> call);
 
   // Runs the call and returns true, or false if its plan is old, or the workspace broken, and nothing was done.
   bool run(PreparedCall& call, const std::vector<at::Tensor>& tensors, std::vector<c10::IValue>& results);
