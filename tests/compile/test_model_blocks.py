@@ -33,8 +33,8 @@ WANT = {  # forward, backward
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
-QUICK = ["flux2", "flux_double"]
-THOROUGH = ["deepspeed", "flux_single", "packed", "wan"]  # nightly has the code of all
+QUICK = ["flux_double"]
+THOROUGH = ["deepspeed", "flux2", "flux_single", "packed", "wan"]  # nightly has the code of all
 MANY_HEADS = Size(heads=16)  # tables of angles in float32 are small beside them
 ROUNDING = {"float32": 2e-6, "bfloat16": 5e-2}  # relative to the largest value
 OPTIONS: dict[str, tuple[int, Case]] = {  # ranks, and a block with what the option may break

@@ -26,6 +26,7 @@ from tests.helpers.differing_programs import Program
 from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import forget_consents, on_ranks
 from tests.helpers.program_parts import all_gather, heads_first, reduce_scatter, world
+from tests.helpers.tiers import thorough_but
 
 
 @contextmanager
@@ -102,13 +103,13 @@ def check(rank: int, seeds: Iterable[int], run: Callable[..., Any]) -> None:
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
 def test_passes(rank: int, world_size: int) -> None:
     check(rank, range(60 // world_size), traced)
 
 
 @on_ranks()
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
 def test_compiled(rank: int, world_size: int) -> None:
     check(rank, range(8 // world_size), compiled)
 
@@ -125,7 +126,7 @@ def test_without_plain_ops_ranks_wait_for_each_other(rank: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
 @pytest.mark.parametrize(("run", "count", "batch"), [(traced, 1500, 30), (compiled, 100, 4)])
 def test_for_long(ranks: Any, run: Callable[..., Any], count: int, batch: int, world_size: int) -> None:
     first = int(os.environ.get("FUSEDCOMM_TEST_SEED", time.time_ns() % 10**9))

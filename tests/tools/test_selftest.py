@@ -131,6 +131,7 @@ def selftest_in_rank(
     return code, out.getvalue()
 
 
+@pytest.mark.thorough
 def test_in_ranks_of_torchrun_it_passes_and_only_rank_0_prints(
     ranks: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
