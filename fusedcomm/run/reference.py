@@ -190,22 +190,21 @@ def matmul(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def all_gather_into_tensor(t: Tensor, group_size: int, group_name: str) -> Tensor:
-    """Starts ``_c10d_functional.all_gather_into_tensor``, in a form that does not crash on CUDA tensors over gloo.
+    """Starts ``_c10d_functional.all_gather_into_tensor``, over gloo by another of its collectives that sends the same.
 
-    Gloo reads and writes host memory. In torch 2.11 to 2.15 its collectives copy CUDA tensors to pinned memory first,
-    except the coalesced all_gather behind this functional op, which passes device pointers on: a segmentation fault
-    (pytorch/pytorch#152645). The ``out`` form is another collective of gloo, which does copy. It sends the same bytes,
-    so a rank need not know which form its peers use.
+    The coalesced all_gather behind this op ends processes in torch 2.11 to 2.15: gloo gets the pointers of CUDA tensors
+    (pytorch/pytorch#152645), and on every device two threads of gloo write its name, too long for a std::string without
+    memory of its own, and take no lock. A graph for CPUs keeps the op: the passes know its name.
     """
-    if t.is_cuda and _is_gloo(group_name):
+    if (t.is_cuda or not torch.compiler.is_compiling()) and _is_gloo(group_name, t.device.type):
         out = t.new_empty((group_size * t.shape[0], *t.shape[1:]))
         return _c10d.all_gather_into_tensor_out(t, group_size, group_name, out=out)
     return _c10d.all_gather_into_tensor(t, group_size, group_name)
 
 
-def _is_gloo(group_name: str) -> bool:
+def _is_gloo(group_name: str, device_type: str) -> bool:
     pg = c10d._resolve_process_group(cast(c10d.GroupName, group_name))
-    return bool(pg._get_backend(torch.device("cuda")).name() == "gloo")
+    return bool(pg._get_backend(torch.device(device_type)).name() == "gloo")
 
 
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does

@@ -30,6 +30,7 @@ LOADED = (
     "torch._inductor.compile_fx",
     "fusedcomm.parallel",
     "fusedcomm.compile",
+    "tests.helpers.gloo_gathers",
     "pytest",
 )
 # What is read when it is needed, so that a rank may have its own.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
+import tests.helpers.gloo_gathers  # noqa: F401  in ranks that are spawned, too
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.memory import consent
 

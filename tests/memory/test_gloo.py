@@ -1,8 +1,12 @@
 """Backends: gloo's collectives on pretended CUDA tensors, of which none ends the process; NCCL's options."""
 
 import mmap
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,10 +69,39 @@ def test_no_collective_that_ends_the_process_gets_cuda_tensors(rank: int) -> Non
 
 @on_ranks(2)
 def test_ranks_understand_each_other_whichever_form_each_takes(rank: int) -> None:
-    with pretended_cuda() if rank == 0 else nullcontext():
-        gathered = all_gather_into_tensor(torch.full((2, 3), float(rank)), 2, dist.group.WORLD.group_name)
-        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    pg, own = dist.group.WORLD, torch.full((2, 3), float(rank))
+    if rank == 0:
+        gathered = torch.ops._c10d_functional.wait_tensor(all_gather_into_tensor(own, 2, pg.group_name))
+    else:
+        pg.allgather_into_tensor_coalesced([gathered := torch.full((4, 3), torch.nan)], [own]).wait()
     assert torch.equal(gathered, torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3))
+
+
+GATHERS = """
+import sys
+import torch
+import torch.distributed as dist
+from fusedcomm.run import reference
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+gather = getattr(torch.ops._c10d_functional if sys.argv[1] == "torch" else reference, "all_gather_into_tensor")
+for _ in range(int(sys.argv[2])):
+    for started in [gather(torch.ones(4, 8), 1, dist.group.WORLD.group_name) for _ in range(8)]:
+        torch.ops._c10d_functional.wait_tensor(started)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("whose, rounds", [("torch", "1000000"), ("ours", "1000")])
+def test_gathers_that_end_at_once(whose: str, rounds: str, tmp_path: Path) -> None:
+    """If torch's survive too, tests/helpers/gloo_gathers.py and the `out` form on CPUs can go."""
+    library = tmp_path / "gloo_pairs.so"
+    source = Path(__file__).with_name("gloo_pairs.cpp")
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library], check=True)
+    env = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", GATHERS, whose, rounds], env=env, capture_output=True, text=True)
+    died = done.returncode in (-signal.SIGABRT, -signal.SIGSEGV)
+    assert died if whose == "torch" else done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in COPIED.values() if name])
