@@ -27,13 +27,13 @@ TIMEOUT_S = "20"  # bound of waits between ranks; a test that hangs is over long
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is not installed
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Workers share out files, and controls one by one. Files that need compiled kernels count as one."""
+    """Workers share out files, and builds one by one. Files that need compiled kernels count as one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            alone = nodeid if file in negative_controls.TESTS else file
+            alone = nodeid if file in (*negative_controls.TESTS, "tests/memory/test_sanitizers.py") else file
             return "compiled" if file in kernel_compilers.USED_BY else alone
 
     return ByFile(config, log)

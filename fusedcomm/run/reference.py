@@ -197,6 +197,9 @@ def all_gather_into_tensor(t: Tensor, group_size: int, group_name: str) -> Tenso
     memory of its own, and take no lock. A graph for CPUs keeps the op: the passes know its name.
     """
     if (t.is_cuda or not torch.compiler.is_compiling()) and _is_gloo(group_name, t.device.type):
+        if t.is_complex():  # torch's functional collectives send it as real numbers, their out forms refuse it
+            real = all_gather_into_tensor(torch.view_as_real(t.resolve_conj()), group_size, group_name)
+            return torch.view_as_complex(real)
         out = t.new_empty((group_size * t.shape[0], *t.shape[1:]))
         return _c10d.all_gather_into_tensor_out(t, group_size, group_name, out=out)
     return _c10d.all_gather_into_tensor(t, group_size, group_name)

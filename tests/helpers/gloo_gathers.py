@@ -14,6 +14,8 @@ _library = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def _gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
+    if x.is_complex():
+        return torch.view_as_complex(_gather(torch.view_as_real(x.resolve_conj()), group_size, group_name))
     out = x.new_empty((group_size * x.shape[0], *x.shape[1:]))
     return _c10d.all_gather_into_tensor_out(x, group_size, group_name, out=out)
 

@@ -60,7 +60,7 @@ class Dispatched(TorchDispatchMode):
                 "all_gather_into_tensor": group_size - 1,
                 "reduce_scatter_tensor": (group_size - 1) / group_size,
                 "all_reduce": 2 * (group_size - 1) / group_size,
-            }[name.split("::")[1]]
+            }[name.split("::")[1].removesuffix("_out")]
             sent += args[0].nbytes * share
         return sent
 

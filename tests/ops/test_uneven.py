@@ -290,7 +290,7 @@ def test_a_plan_is_equal_on_all_ranks(rank: int) -> None:
 COLLECTIVES = {
     "matmul_all_to_all": "all_to_all_single",
     "all_to_all_matmul": "all_to_all_single",
-    GATHER: "all_gather_into_tensor",
+    GATHER: "all_gather_into_tensor_out",
     REDUCE: "reduce_scatter_tensor",
 }
 
@@ -302,10 +302,10 @@ class Spy:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **out: Any) -> Any:
             if name != "wait_tensor":
                 self.calls.append((name, args))
-            return getattr(torch.ops._c10d_functional, name)(*args)
+            return getattr(torch.ops._c10d_functional, name)(*args, **out)
 
         return call
 
