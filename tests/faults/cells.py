@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tests.faults import prepared_calls
-from tests.faults.known_calls import COMBINE, DISPATCH, NORM, SCALED
+from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, SCALED
 from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, ROWS, STOPPING
 from tests.helpers.problems import OPS
 
@@ -138,7 +138,8 @@ _PAIRS = (
 )
 _OF_ROWS = ("enter", "signal", "wait", *ROWS, "end")
 _OTHERS: dict[str, dict[str, Iterable[str]]] = {  # steps of ops that share the protocol of the five
-    NORM: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")},
+    NORMS[0]: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")},
+    NORMS[1]: {"chunked": CHUNKED, "fused": ("launch-push", "launch-reduce_norm", "end")},
     SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
     DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", "launch-send_rows", "launch-take_rows")},
     COMBINE: {"chunked": _OF_ROWS, "fused": ("launch-show_rows", "launch-add_rows")},

@@ -28,7 +28,8 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_reduce_scatter": (None, 0),
     "matmul_all_reduce": (None, None),
 }
-NORM, SCALED = "matmul_all_reduce_norm", "scaled_all_gather_matmul"
+NORMS = "matmul_all_reduce_norm", "matmul_reduce_scatter_norm"
+SCALED = "scaled_all_gather_matmul"
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
@@ -52,7 +53,8 @@ class KnownCall:
 
     @property
     def norm(self) -> NormProblem:
-        return NormProblem(PROGRAMS["matmul_all_reduce"], MatmulSize(*self.size), self.group_size, self.seed)
+        program = PROGRAMS[self.op.removesuffix("_norm")]
+        return NormProblem(program, MatmulSize(*self.size), self.group_size, self.seed)
 
     @property
     def scaled(self) -> ScaledProblem:
@@ -71,7 +73,7 @@ class KnownCall:
             ids, case = [each.flatten() for each in self.tokens.ids], self.tokens.case
             routing = routings(ids, case.k, self.tokens.num_experts, self.tokens.capacity)[rank]
             return self.tokens.rows(rank)[0].to(self.dtype), routing
-        if self.op == NORM:
+        if self.op in NORMS:
             return self.norm.sums.xs[rank].to(self.dtype), self.norm.sums.ws[rank].to(self.dtype)
         if self.op == SCALED:
             x, w = self.scaled.values[rank]
@@ -86,9 +88,11 @@ class KnownCall:
         if self.op == COMBINE:
             scores = self.tokens.scores[dist.get_rank(group)].to(self.dtype)
             return fusedcomm.moe_combine(x, w, scores, group)
-        if self.op == NORM:
-            given = (t.to(self.dtype) for t in (self.norm.residuals[0] + self.norm.sums.biases[0], self.norm.weight))
-            return torch.stack(fusedcomm.matmul_all_reduce_norm(x, w, *given, group, eps=0.0))
+        if self.op in NORMS:
+            rank, problem = dist.get_rank(group), self.norm
+            given = (t.to(self.dtype) for t in (problem.residuals[rank] + problem.sums.biases[rank], problem.weight))
+            dims = [0] * problem.scatters
+            return torch.stack(getattr(fusedcomm, self.op)(x, w, *given, *dims, group, eps=0.0))
         if self.op == SCALED:
             rank, values = dist.get_rank(group), (t.to(torch.float8_e4m3fn) for t in (x, w))
             bias = self.scaled.biases[rank].to(self.dtype)
@@ -100,7 +104,7 @@ class KnownCall:
 
     def wrong(self, result: Tensor, rank: int) -> str | None:
         """Where the result of ``rank`` differs from that of one process that has all ranks' inputs; None if nowhere."""
-        if self.op == NORM:
+        if self.op in NORMS:
             return difference(result, torch.stack(self.norm.results(rank)).to(self.dtype))
         if self.op == SCALED:
             return difference(result, self.scaled.results()[rank].to(self.dtype))

@@ -18,7 +18,7 @@ from tests.faults.judge import (
     Verdict,
     judge,
 )
-from tests.faults.known_calls import COMBINE, DISPATCH, NORM, SCALED
+from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, SCALED
 from tests.faults.matrix import run_cells
 from tests.helpers.problems import OPS
 
@@ -28,6 +28,7 @@ SLICE = select(
     (  # every fault, op and kind of call, together with the controls; nightly runs all cells
         "fused/matmul_all_to_all/kill/wait",  # in Triton's interpreter
         "fused/matmul_all_reduce_norm/stop/launch-pack",
+        "chunked/matmul_reduce_scatter_norm/raise/read",
         "chunked/scaled_all_gather_matmul/raise/read",
         "chunked/moe_dispatch/kill/rows",
         "fused/moe_combine/stop/launch-show_rows",
@@ -86,7 +87,7 @@ def test_the_whole_matrix(part: int) -> None:
 
 
 def test_a_cell_is_found_by_its_name_alone() -> None:
-    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, NORM, SCALED, DISPATCH, COMBINE}
+    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, *NORMS, SCALED, DISPATCH, COMBINE}
     assert [cells for cell in CELLS[::10] if (cells := select([str(cell)])) != [cell]] == []
 
 
