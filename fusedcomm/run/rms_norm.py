@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fusedcomm.kernels.native_part import native
 
@@ -13,6 +14,4 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
     if native is not None and out.device.type == "cpu" and x.dtype != torch.float64:
         native.rms_norm(out, x, weight, eps)
         return
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    out.copy_(normed if weight is None else normed * weight)
+    out.copy_(F.rms_norm(x, x.shape[-1:], weight, eps))

@@ -105,9 +105,11 @@ def push_reduce_scatter_norm(
 def _with_norm(
     total: Tensor, bias: Given, residual: Tensor, eps: float, norm_weight: Given, normed: Given, out: Given
 ) -> list[Tensor]:
-    wide = total.to(torch.promote_types(total.dtype, torch.float32)) + residual
     out = torch.empty(total.shape, dtype=total.dtype, device=total.device) if out is None else out
-    out.copy_(wide if bias is None else wide + bias)
+    if bias is None:  # one kernel, which adds in float32 too
+        torch.add(total, residual, out=out)
+    else:
+        out.copy_(total.to(torch.promote_types(total.dtype, torch.float32)) + residual + bias)
     normed = torch.empty_like(out) if normed is None else normed
     rms_norm(normed, out, norm_weight, eps)
     return [normed, out]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from fusedcomm.compile import passes
@@ -45,18 +46,22 @@ def reduced(x: Tensor) -> Tensor:
     return torch.distributed._functional_collectives.all_reduce(x, "sum", world())
 
 
-def passed(program: Program, *shapes: tuple[int, ...], answer: Answer | None = None) -> tuple[Graph, CompileReport]:
+def passed(
+    program: Program, *shapes: tuple[int, ...], answer: Answer | None = None, device: str = "cpu"
+) -> tuple[Graph, CompileReport]:
     """The graph after the passes, whose ranks give ``answer`` to any change of what is sent."""
     report = CompileReport()
     with fake_world([*range(R)]), mock.patch.object(Sequence, "ask", return_value=answer or Answer(YES)):
-        graph = aten_graph(program, [torch.ones(shape) for shape in shapes]).graph
+        with FakeTensorMode():
+            args = [torch.empty(shape, device=device) for shape in shapes]
+        graph = aten_graph(program, args).graph
         FusedcommPass(Settings(), report)(graph)
     return graph, report
 
 
-def ops(program: Program, *shapes: tuple[int, ...], answer: Answer | None = None) -> list[tuple[str, str]]:
+def ops(program: Program, *shapes: tuple[int, ...], **given: Any) -> list[tuple[str, str]]:
     """(op, wire) in the order of the graph."""
-    graph, _ = passed(program, *shapes, answer=answer)
+    graph, _ = passed(program, *shapes, **given)
     return [(node.target._opname, argument_of(node, "wire")) for node in graph.nodes if is_op(node)]
 
 
@@ -143,10 +148,12 @@ CHANGES: dict[str, tuple[Program, list[tuple[int, ...]], list[str], list[str]]] 
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_is_sent_changes_by_consent_alone(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"), [*((name, "cpu") for name in CHANGES), ("a norm", "cuda"), ("a norm of rows", "cuda")]
+)
+def test_what_is_sent_changes_by_consent_alone(name: str, device: str) -> None:
     program, shapes, together, alone = CHANGES[name]
-    agreed, refused = (ops(program, *shapes, answer=answer) for answer in (Answer(YES), NO))
+    agreed, refused = (ops(program, *shapes, answer=answer, device=device) for answer in (Answer(YES), NO))
     assert [op for op, _ in agreed] == together and [op for op, _ in refused] == alone
     changed = next(wire for op, wire in agreed if "matmul" in op)
     assert changed.startswith("graph ") and {wire for _, wire in refused} == {"graph"}

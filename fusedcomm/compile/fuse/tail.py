@@ -56,8 +56,6 @@ def find(reduced: Reduced, received: Layout, product: Layout) -> Tail:
     is_plain = (reduced.product.bias, reduced.product.scales) == (None, None)
     if collective.reduce_op != "sum" or not is_plain or reduced.blocks in columns:
         raise CannotFuse(NO_TAIL)
-    if value(y).device.type != "cpu":  # on GPUs the planner runs few rows unfused until one has measured them
-        raise CannotFuse(NO_TAIL)
     if layout.order != [f for f in product.order if f is not reduced.blocks] or layout.dims[-1] != columns:
         raise CannotFuse(NO_TAIL)
     added, other = _sum(y)
