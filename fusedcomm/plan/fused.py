@@ -14,9 +14,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import chunked, launches
 from fusedcomm.plan.builder import Builder, Device, Given, RmsNorm
-from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand
+from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import peers_of
@@ -26,6 +27,7 @@ from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
+_TILE_ROWS = 64  # of push_matmul_kernel, whose tiles end with a peer's rows
 
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
@@ -57,6 +59,9 @@ def push_reduce(
     """`chunked.push_reduce`, by kernels."""
     if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
+    if isinstance(w, Tensor) and s.device.for_capture and _has_few_rows(exchange):
+        x, w = PushedMatmul(s, x, w, partial_bias, exchange).y, None
+        assert x is not None
     x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
@@ -108,7 +113,7 @@ def _push_sum(
     if w is None:
         assert isinstance(x, Tensor)
         with s.lane("push"):
-            launches.pack(s, x, replace(spans, pack=spans.rows))
+            launches.pack(s, x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
     else:
         with s.lane("matmul"):
             launches.push(s, x, w, partial_bias, spans)
@@ -150,6 +155,11 @@ def gather_matmul(
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))
     return outs if gathered is None else [*outs, gathered]
+
+
+def _has_few_rows(exchange: Exchange) -> bool:
+    """Whether a matmul of cuBLAS and a kernel that sends are faster than one for both, which reads w for every peer."""
+    return exchange.few_rows and exchange.num_batches == 1 and exchange.num_rows < _TILE_ROWS * exchange.group_size
 
 
 def _cuts_blocks(exchange: Exchange, w: Operand | None) -> bool:

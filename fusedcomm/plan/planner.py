@@ -14,7 +14,8 @@ collective. Rules exclude algorithms, each with its reason:
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured them between GPUs yet; but for
-                                                                    a norm in a CUDA graph, which runs fused
+                                                                    terms that are sent and added in a CUDA graph: a
+                                                                    reduce_scatter, or whole ones with a norm behind
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
@@ -192,10 +193,10 @@ def _kind(dtype: torch.dtype, member: Facts) -> str:
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, multiplied: str | None) -> tuple[str, str]:
     constants, kind, note = constants_of(member), _kind(dtype, member), ""
     usual = _usual(op, exchange, member)
-    # Measured on one H200, where a graph has no host time: 12 us behind the matmul, 10 without the exchange.
-    is_tail = member.for_capture and op.endswith("_norm") and exchange.gathers
+    # One H200, in graphs: whole terms, their sum and norm take 12 us behind the matmul, 10 without the exchange.
+    adds_up = KINDS[op] == "reduce_scatter" or (op.endswith("_norm") and exchange.gathers)
     decodes = model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants)
-    if decodes and not is_tail:
+    if decodes and not (member.for_capture and adds_up):
         return "unfused", decodes
     usable = ["fused", "chunked"] if member.device.type == "cuda" else ["chunked"]
     if "fused" in usable:
@@ -213,9 +214,8 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, mult
         wrong = next(filter(None, failed.values()))
         log_fallback(op, wrong)
         return "unfused", wrong
-    if decodes and "fused" in usable:
-        reason = "CUDA graph: few rows, sent to all ranks, added and normed in one kernel"
-        return "fused", reason + _to_prove(failed["fused"], member)
+    if decodes and "fused" in usable and not _too_wide(exchange):
+        return "fused", "CUDA graph: few rows, sent by a kernel, added by another" + _to_prove(failed["fused"], member)
     estimates = model.estimate(*usual, kind, constants)
     best = min(usable, key=estimates.__getitem__)
     if estimates["unfused"] < estimates[best]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fusedcomm
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.geometry import norm
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -32,6 +33,12 @@ def way(name: str) -> Iterator[None]:
     """How payloads of any size go."""
     with mock.patch.object(norm, "goes_at_once", lambda *args: name == "one_shot"):
         yield
+
+
+def graphs(for_capture: bool) -> Any:
+    """Schedules as of CUDA graphs."""
+    facts = Workspace.device_facts
+    return mock.patch.object(Workspace, "device_facts", lambda self: facts(self)._replace(for_capture=for_capture))
 
 
 def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -116,7 +123,11 @@ def test_values_by_kernels(rank: int, name: str) -> None:
             op = "matmul_all_reduce_norm" if shape[0] == 3 else "all_reduce_norm"
             check(case.call(rank, dtype, op), case, dtype, op)
         case = Case((4, 2, 97), 2)
-        check(case.call(rank, torch.bfloat16, SCATTERS), case, torch.bfloat16, SCATTERS)
+        for for_capture in (False, True) if name == "two_shot" else ():  # by one kernel, or matmul and kernel; in rounds
+            with fresh_group(WORKSPACE_BYTES="4096") as group, graphs(for_capture):
+                check(case.call(rank, torch.bfloat16, SCATTERS, group), case, torch.bfloat16, SCATTERS)
+                (plan,) = member_of(group).plans.values()
+                assert (plan.num_rounds > 1, "Multiply" in plan.schedule.counts()) == (True, for_capture)
 
 
 @on_ranks(2)
