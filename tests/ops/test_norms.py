@@ -123,7 +123,7 @@ def test_values_by_kernels(rank: int, name: str) -> None:
             op = "matmul_all_reduce_norm" if shape[0] == 3 else "all_reduce_norm"
             check(case.call(rank, dtype, op), case, dtype, op)
         case = Case((4, 2, 97), 2)
-        for for_capture in (False, True) if name == "two_shot" else ():  # by one kernel, or matmul and kernel; in rounds
+        for for_capture in (False, True) if name == "two_shot" else ():  # in rounds
             with fresh_group(WORKSPACE_BYTES="4096") as group, graphs(for_capture):
                 check(case.call(rank, torch.bfloat16, SCATTERS, group), case, torch.bfloat16, SCATTERS)
                 (plan,) = member_of(group).plans.values()
