@@ -5,6 +5,7 @@ has its share of the SMs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import fusedcomm
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
@@ -25,7 +27,7 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 ROWS, K, HIDDEN = (1, 16, 64, 256), 1024, 8192
-SCATTERED = 512  # rows of each of 2 ranks
+SCATTERED = (16, 512)  # rows of each of 2 ranks
 GROUP_SIZES = (2, 8)
 CALLS = 16  # in a graph
 Graphs = list[Callable[[], Any]]
@@ -37,15 +39,18 @@ def cases(device: torch.device) -> child.Cases:
         for size in (GROUP_SIZES if device.type == "cuda" else (1,))
         for rows in ROWS[: None if device.type == "cuda" else 1]
     }
-    rows, size = (SCATTERED, 2) if device.type == "cuda" else (16, 1)
-    return {**found, f"{rows} scattered R={size}": partial(compare, rows, size, device, "matmul_reduce_scatter")}
+    for rows, size in itertools.product(SCATTERED, [2]) if device.type == "cuda" else [(16, 1)]:
+        found[f"{rows} scattered R={size}"] = partial(compare, rows, size, device, "matmul_reduce_scatter")
+    return found
 
 
 def jobs() -> Any:
     for size in GROUP_SIZES:
         for rows in ROWS:
             yield f"tail of {rows} rows R={size}", partial(loaded, rows, size, torch.device("meta"))
-    yield "scattered tail", partial(loaded, SCATTERED, 2, torch.device("meta"), "matmul_reduce_scatter")
+    for rows in SCATTERED:
+        meta = torch.device("meta")
+        yield f"scattered tail of {rows} rows", partial(loaded, rows, 2, meta, "matmul_reduce_scatter")
 
 
 def calls_of(rows: int, size: int, device: torch.device, op: str = "matmul_all_reduce") -> list[proof.Call]:
@@ -62,6 +67,7 @@ def loaded(rows: int, size: int, device: torch.device, *op: str) -> tuple[Virtua
     return group, calls
 
 
+@fusedcomm.before_capture()
 def compare(rows: int, size: int, device: torch.device, *op: str) -> dict[str, Any]:
     """Microseconds of one of many calls in a row, all ranks at once."""
     group, calls = loaded(rows, size, device, *op)

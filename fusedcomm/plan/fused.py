@@ -60,8 +60,9 @@ def push_reduce(
     if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
     if isinstance(w, Tensor) and s.device.for_capture and _has_few_rows(exchange):
-        x, w = PushedMatmul(s, x, w, partial_bias, exchange).y, None
-        assert x is not None
+        product = PushedMatmul(s, x, w, partial_bias, exchange).y
+        assert product is not None
+        x, w = product, None
     x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
