@@ -28,8 +28,7 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_reduce_scatter": (None, 0),
     "matmul_all_reduce": (None, None),
 }
-NORMS = "matmul_all_reduce_norm", "matmul_reduce_scatter_norm"
-SCALED = "scaled_all_gather_matmul"
+NORMS, SCALED = ("matmul_all_reduce_norm", "matmul_reduce_scatter_norm"), "scaled_all_gather_matmul"
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
 RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
@@ -53,8 +52,7 @@ class KnownCall:
 
     @property
     def norm(self) -> NormProblem:
-        program = PROGRAMS[self.op.removesuffix("_norm")]
-        return NormProblem(program, MatmulSize(*self.size), self.group_size, self.seed)
+        return NormProblem(PROGRAMS[self.op.removesuffix("_norm")], MatmulSize(*self.size), self.group_size, self.seed)
 
     @property
     def scaled(self) -> ScaledProblem:
@@ -91,8 +89,7 @@ class KnownCall:
         if self.op in NORMS:
             rank, problem = dist.get_rank(group), self.norm
             given = (t.to(self.dtype) for t in (problem.residuals[rank] + problem.sums.biases[rank], problem.weight))
-            dims = [0] * problem.scatters
-            return torch.stack(getattr(fusedcomm, self.op)(x, w, *given, *dims, group, eps=0.0))
+            return torch.stack(getattr(fusedcomm, self.op)(x, w, *given, *[0] * problem.scatters, group, eps=0.0))
         if self.op == SCALED:
             rank, values = dist.get_rank(group), (t.to(torch.float8_e4m3fn) for t in (x, w))
             bias = self.scaled.biases[rank].to(self.dtype)

@@ -35,12 +35,6 @@ def way(name: str) -> Iterator[None]:
         yield
 
 
-def graphs(for_capture: bool) -> Any:
-    """Schedules as of CUDA graphs."""
-    facts = Workspace.device_facts
-    return mock.patch.object(Workspace, "device_facts", lambda self: facts(self)._replace(for_capture=for_capture))
-
-
 def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
@@ -122,12 +116,13 @@ def test_values_by_kernels(rank: int, name: str) -> None:
             case = Case(shape, 2, has_bias=shape[0] == 3, has_weight=shape[0] == 5)
             op = "matmul_all_reduce_norm" if shape[0] == 3 else "all_reduce_norm"
             check(case.call(rank, dtype, op), case, dtype, op)
-        case = Case((4, 2, 97), 2)
-        for for_capture in (False, True) if name == "two_shot" else ():  # in rounds
-            with fresh_group(WORKSPACE_BYTES="4096") as group, graphs(for_capture):
+        case, facts = Case((4, 2, 97), 2), Workspace.device_facts
+        for to in (False, True) if name == "two_shot" else ():  # few rows in a graph have a matmul of their own
+            graphs = mock.patch.object(Workspace, "device_facts", lambda s, to=to: facts(s)._replace(for_capture=to))
+            with graphs, fresh_group(WORKSPACE_BYTES="4096") as group:
                 check(case.call(rank, torch.bfloat16, SCATTERS, group), case, torch.bfloat16, SCATTERS)
                 (plan,) = member_of(group).plans.values()
-                assert (plan.num_rounds > 1, "Multiply" in plan.schedule.counts()) == (True, for_capture)
+            assert (plan.num_rounds > 1, "Multiply" in plan.schedule.counts()) == (True, to)
 
 
 @on_ranks(2)
@@ -263,16 +258,6 @@ def test_in_graphs(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_a_plan_is_explained(rank: int) -> None:
-    y = torch.ones(4, 4096)
-    plan = fusedcomm.explain("all_reduce_norm", y, y, None)
-    assert plan.algorithm == "chunked"
-    fusedcomm.all_reduce_norm(y, y, None)
-    assert "Norm" in str(fusedcomm.explain("all_reduce_norm", y, y, None).schedule)
-    assert fusedcomm.explain(SCATTERS, y.mT, y, y.new_ones(2048, 4096), None, 0).algorithm == "chunked"
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("other", ["the plain op", "eps"])
 def test_peers_that_call_something_else_are_told(rank: int, other: str) -> None:
     y = torch.ones(8, 8)
@@ -293,6 +278,7 @@ def test_a_scattered_norm_is_on_the_wire_a_reduce_scatter(rank: int) -> None:
             check((F.rms_norm(out, (8,), None, EPS), out), case, torch.float32, SCATTERS)
         else:
             check(call(SCATTERS, *given, group=group), case, torch.float32, SCATTERS)
+        assert fusedcomm.explain(SCATTERS, x, w, residual, None, 0, group, bias=bias).algorithm == "chunked"
     with fresh_group(CHECK="1") as group, pytest.raises(fusedcomm.PeerMismatchError, match=r"got eps 0\.0 on rank 0"):
         call(SCATTERS, *given, group=group, eps=rank)
 
@@ -362,6 +348,7 @@ def test_memory_that_results_cannot_have(rank: int) -> None:
         assert not sent.chunks
     out, total = fusedcomm.all_reduce_norm(x, residual, None, residual_out=wide[:4])  # the other is made
     assert (total == 3).all() and (wide[:4] == 3).all() and (wide[4:] == 1).all() and out.shape == (4, 8)
+    assert "Norm" in str(fusedcomm.explain("all_reduce_norm", x, residual, None).schedule)
     with torch.no_grad():
         fusedcomm.all_reduce_norm(x, leaf, None, out=out, residual_out=leaf)
     assert (leaf == 3).all()

@@ -116,11 +116,7 @@ ESTIMATED = "estimated "
         ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), True, "fused", "CUDA graph: few rows"),
         ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), False, "unfused", "16 KiB per peer, a decode size"),
         ("matmul_all_reduce_norm", TWO_SHOT, BF16, member(), False, "chunked", ESTIMATED),
-        ("matmul_reduce_scatter_norm", SCATTERED, BF16, member(), True, "fused", ESTIMATED),
         ("matmul_reduce_scatter_norm", FEW_ROWS, BF16, member(), True, "fused", "CUDA graph: few rows"),
-        ("matmul_reduce_scatter_norm", UNEVEN_ROWS, BF16, member(), False, "chunked", ESTIMATED),
-        ("matmul_reduce_scatter_norm", UNEVEN_ROWS, BF16, member(), True, "unfused", "parts of different sizes, "),
-        ("all_reduce_norm", TWO_SHOT, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("all_reduce_norm", TWO_SHOT, BF16, member(verdict=ACROSS), False, "unfused", "rank 1 is on another host"),
     ],
 )
