@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedcomm
 from fusedcomm.bench.gpu_check import child
@@ -227,7 +227,23 @@ def of_users(rank: int, device_type: str, moe: Moe, algorithm: str | None) -> di
             *want, kept = moe.expected(every)[rank]
             want += [(kept * scores).sum(1, keepdim=True).to(g.dtype) * g, kept * (x.double() * g).sum(1, keepdim=True)]
             assert_equal([*outs, *grads], want, f"{moe} {algorithm} rank {rank} call {seed}")
+        _beside(moe, device, rank)
         return {"calls": TIMES} | (_captured(moe, device, rank) if device.type == "cuda" else {})
+
+
+def _beside(moe: Moe, device: torch.device, rank: int) -> None:
+    """A shared expert, which has a stream of its own, and the same one behind the layer."""
+    torch.manual_seed(0)
+    options: Any = {"device": device, "dtype": moe.dtype}
+    shared = nn.Linear(moe.columns, moe.columns, **options)
+    layer = fusedcomm.nn.ExpertParallel(moe.columns, 64, moe.num_experts, capacity=moe.capacity, **options)
+    x, ids, scores = (each.requires_grad_(each.is_floating_point()) for each in moe.inputs(device, 0)[rank])
+    wanted, results = (x, scores, *layer.parameters(), *shared.parameters()), []
+    for layer.shared_expert in (None, shared):
+        y = layer(x, ids.view(-1, moe.k), scores)
+        y = y if layer.shared_expert else y + shared(x)
+        results.append([y, *torch.autograd.grad(y.sum(), wanted)])
+    assert_equal(*results, f"a shared expert, {moe} rank {rank}")
 
 
 def _captured(moe: Moe, device: torch.device, rank: int) -> dict[str, Any]:

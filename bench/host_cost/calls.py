@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm import all_gather_matmul, force_algorithm, matmul_all_to_all
-from fusedcomm.bench.host_cost import checks
+from fusedcomm.bench.host_cost import checks, shared_expert
 from fusedcomm.bench.host_cost.device import Driver, join, made
 from fusedcomm.kernels import native_part
 from fusedcomm.launch.provenance import run_facts
@@ -97,7 +97,7 @@ def main(group_size: int, file: Path, count: bool) -> None:
             else:
                 report["us"][name] = round(1e6 * min(timeit.repeat(call, number=1, repeat=TIMES)), 1)
     if not count:
-        report["traces"] = [*checks.traces(driver, group_size)]
+        report["traces"] = [*checks.traces(driver, group_size), *shared_expert.traces(driver, checks.DEVICE)]
     file.write_text(json.dumps(report))
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.group import Group, rank_of, resolve
+from fusedcomm.ops.call_check import is_traced
 from fusedcomm.ops.moe import (
     cast_by_autocast,
     check_like,
@@ -32,7 +37,8 @@ class ExpertParallel(nn.Module):
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         capacity: rows that each rank receives at most, as in `moe_dispatch`. None: enough for max_tokens.
         max_tokens: the most tokens of any rank; capacity=None needs it.
-        shared_expert: a module; its result for x is added.
+        shared_expert: a module; its result for x is added. In eager calls on GPUs it runs on a stream of its own, from
+            the dispatch on.
         device: of the weights.
         dtype: of the weights.
 
@@ -99,11 +105,25 @@ class ExpertParallel(nn.Module):
         sent, w1, w3 = cast_by_autocast(x, w1, w3)
         check_weights(w1, sent)
         check_like(sent, w1, self.num_experts, self.group_size)
+        beside = None if self.shared_expert is None else _stream_beside(x)
+        if beside is not None:
+            beside.wait_stream(torch.cuda.current_stream(x.device))
         facts = self.num_experts, self.capacity, self.group_name
         rows, offsets, routing = moe_dispatch(sent, expert_ids, *facts, max_tokens=self.max_tokens)
+        shared = None
+        if self.shared_expert is not None:  # behind the dispatch in the host's order, which starts first
+            with nullcontext() if beside is None else torch.cuda.stream(beside):
+                shared = self.shared_expert(x)
         gate, up = (torch.ops.fusedcomm.moe_grouped_matmul(rows, w, offsets) for w in (w1, w3))
         y = grouped_matmul_combine(F.silu(gate) * up, w2, routing, scores, self.group_name)
-        return y if self.shared_expert is None else y + self.shared_expert(x)
+        if shared is None:
+            return y
+        if beside is not None:
+            stream = torch.cuda.current_stream(x.device)
+            stream.wait_stream(beside)
+            x.record_stream(beside)  # a backward on that stream may be the last to read it
+            shared.record_stream(stream)
+        return y + shared
 
     def extra_repr(self) -> str:
         _, hidden_dim, dim = self.w1.shape
@@ -113,3 +133,13 @@ class ExpertParallel(nn.Module):
     def _weights(self) -> list[Tensor]:
         """This rank's w1, w2, w3."""
         return [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+
+
+def _stream_beside(x: Tensor) -> torch.cuda.Stream | None:
+    """None on CPUs, where there is none; in traced code; and in captures, where nothing orders calls on two streams."""
+    return _stream(x.device) if x.is_cuda and not is_traced(x) and not is_capturing(x.device) else None
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

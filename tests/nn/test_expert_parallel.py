@@ -78,8 +78,8 @@ def test_a_step_of_training(rank: int, algorithm: str) -> None:
 
 @on_ranks(SIZE)
 def test_one_compilation(rank: int) -> None:
-    """Also of a capacity, and without tokens."""
-    layer = layer_of(capacity=5)
+    """Also of a capacity, and of a shared expert."""
+    layer = layer_of(capacity=5, shared_expert=nn.Linear(H, H, dtype=torch.float64))
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for seed in range(3):
