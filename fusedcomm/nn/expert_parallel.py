@@ -12,15 +12,8 @@ from torch.nn import functional as F
 
 from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.group import Group, rank_of, resolve
-from fusedcomm.ops.call_check import is_traced
-from fusedcomm.ops.moe import (
-    cast_by_autocast,
-    check_like,
-    check_weights,
-    grouped_matmul_combine,
-    moe_dispatch,
-    require,
-)
+from fusedcomm.ops.call_check import is_traced, told_to_peers
+from fusedcomm.ops.moe import checked_and_cast, grouped_matmul_combine, moe_dispatch, require
 
 
 class ExpertParallel(nn.Module):
@@ -102,9 +95,8 @@ class ExpertParallel(nn.Module):
             [..., H].
         """
         w1, w2, w3 = (w.mT for w in self._weights())
-        sent, w1, w3 = cast_by_autocast(x, w1, w3)
-        check_weights(w1, sent)
-        check_like(sent, w1, self.num_experts, self.group_size)
+        with told_to_peers("moe_dispatch", self.group_name, x):
+            sent, w1, w3 = checked_and_cast(x, self.num_experts, self.group_size, w1, w3)
         beside = None if self.shared_expert is None else _stream_beside(x)
         if beside is not None:
             beside.wait_stream(torch.cuda.current_stream(x.device))

@@ -60,6 +60,17 @@ def tell_peers(op: str, group_name: str, x: Tensor, error: Exception) -> None:
             _all_calls(ours, op, {"op": op, "error": str(error)[:_MOST_LETTERS]})
 
 
+@contextmanager
+def told_to_peers(op: str, group_name: str, x: Any) -> Iterator[None]:
+    """`tell_peers` of an error inside, where arguments are checked. ``x``: the payload."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if isinstance(x, Tensor):
+            tell_peers(op, group_name, x, error)
+        raise
+
+
 def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, Any]]:
     store = PrefixStore("check", ours.store)
     found = agree(store, ours.rank, ours.group_size, {"call": call}, what=op, departures=ours.departures)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops.arguments import check_int, check_tensor
+from fusedcomm.ops.call_check import told_to_peers
 from fusedcomm.ops.routed import require  # registers the ops too
 from fusedcomm.plan import routing as layout
 from fusedcomm.plan.geometry.shapes import OP_DTYPES
@@ -62,25 +63,26 @@ def moe_dispatch(
         assert fusedcomm.moe_combine(rows, routing, torch.ones(3, 1)).equal(x)
     """
     group_size, group_name = resolve(group)
-    _check_payload("x", x)
-    _check_slots("expert_ids", expert_ids)
-    for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
-        check_int(name, value)
-        require(value >= 1, name, "at least 1", value)
-    require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
-    require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
-    require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
-    require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
-    ids = expert_ids.flatten(0, -2)
-    if max_tokens is not None:
-        require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
-    if capacity is None:
-        require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
-        assert max_tokens is not None
-        own = num_experts // group_size
-        capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
-    check_int("capacity", capacity)
-    require(capacity >= 0, "capacity", "at least 0", capacity)
+    with told_to_peers("moe_dispatch", group_name, x):
+        _check_payload("x", x)
+        _check_slots("expert_ids", expert_ids)
+        for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
+            check_int(name, value)
+            require(value >= 1, name, "at least 1", value)
+        require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
+        require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
+        require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
+        require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
+        ids = expert_ids.flatten(0, -2)
+        if max_tokens is not None:
+            require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
+        if capacity is None:
+            require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
+            assert max_tokens is not None
+            own = num_experts // group_size
+            capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
+        check_int("capacity", capacity)
+        require(capacity >= 0, "capacity", "at least 0", capacity)
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(
         x.flatten(0, -2), ids, num_experts, capacity, alignment, group_size, group_name
     )
@@ -119,8 +121,6 @@ def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor
     Returns:
         [..., N]. The rest is that of `moe_combine`. Autocast casts h and w.
     """
-    check_weights(w, h)
-    h, w = cast_by_autocast(h, w)
     return _combined(h, w, routing, scores, group)
 
 
@@ -151,9 +151,9 @@ def dispatch_grouped_matmul(
         (h, offsets, routing). h: [capacity, N], zero where rows have no token. Autocast casts x and w. The rest is that
         of `moe_dispatch`. One runs behind the other: on CPUs a copy and a matmul would share the cores.
     """
-    check_weights(w, x)
-    x, w = cast_by_autocast(x, w)
-    check_like(x, w, num_experts, resolve(group)[0])
+    group_size, group_name = resolve(group)
+    with told_to_peers("moe_dispatch", group_name, x):
+        x, w = checked_and_cast(x, num_experts, group_size, w)
     rows, offsets, routing = moe_dispatch(
         x, expert_ids, num_experts, capacity, group, alignment=alignment, max_tokens=max_tokens
     )
@@ -180,24 +180,24 @@ def moe_counts(routing: Tensor) -> Tensor:
 
 def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, group: Group) -> Tensor:
     group_size, group_name = resolve(group)
-    name = "rows" if w is None else "h"
-    _check_payload(name, h)
-    check_tensor("routing", routing)
-    _check_slots("scores", scores)
-    require(h.ndim == 2, name, "[capacity, H]", h.shape)
-    require(scores.is_floating_point(), "scores", "floating", scores.dtype)
-    for other, each in {"scores": scores, "routing": routing}.items():
-        require(each.device == h.device, other, f"on {h.device}", each.device)
-    require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
-    num_experts = routing.shape[-1]
-    if w is not None:
-        check_like(h, w, num_experts, group_size)
-    flat = scores.flatten(0, -2)
-    num_tokens, k = flat.shape
-    shape = layout.packed_shape(num_tokens * k, num_experts, group_size)
-    require(
-        [*routing.shape] == [*shape], "routing", "of a dispatch of scores' tokens and k in this group", routing.shape
-    )
+    with told_to_peers("moe_combine", group_name, h):
+        name = "rows" if w is None else "h"
+        _check_payload(name, h)
+        check_tensor("routing", routing)
+        _check_slots("scores", scores)
+        require(h.ndim == 2, name, "[capacity, H]", h.shape)
+        require(scores.is_floating_point(), "scores", "floating", scores.dtype)
+        for other, each in {"scores": scores, "routing": routing}.items():
+            require(each.device == h.device, other, f"on {h.device}", each.device)
+        require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
+        num_experts = routing.shape[-1]
+        if w is not None:
+            h, w = checked_and_cast(h, num_experts, group_size, w)
+        flat = scores.flatten(0, -2)
+        num_tokens, k = flat.shape
+        shape = layout.packed_shape(num_tokens * k, num_experts, group_size)
+        wanted = "of a dispatch of scores' tokens and k in this group"
+        require([*routing.shape] == [*shape], "routing", wanted, routing.shape)
     saves = torch.is_grad_enabled() and scores.requires_grad
     y, _ = torch.ops.fusedcomm.moe_combine(h, w, flat, routing, num_tokens, k, saves, group_size, group_name)
     return y.view(*scores.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
@@ -214,19 +214,17 @@ def _check_slots(name: str, t: Any) -> None:
     require(t.ndim >= 2 and t.shape[-1] >= 1, name, "[..., k], k at least 1", t.shape)
 
 
-def check_weights(w: Any, h: Any) -> None:
-    check_tensor("w", w)
-    check_tensor("h", h)
-    require(w.ndim == 3 and w.shape[1] == h.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
-
-
-def check_like(h: Tensor, w: Tensor, num_experts: int, group_size: int) -> None:
-    require((w.dtype, w.device) == (h.dtype, h.device), "w", "of h's dtype and device", (w.dtype, w.device))
-    require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
-
-
-def cast_by_autocast(x: Tensor, *ws: Tensor) -> list[Tensor]:
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or torch.float64 in [t.dtype for t in (x, *ws)]:
-        return [x, *ws]
-    return [t.to(torch.get_autocast_dtype(kind)) for t in (x, *ws)]
+def checked_and_cast(x: Any, num_experts: int, group_size: int, *ws: Any) -> list[Tensor]:
+    """[x, *ws], cast by autocast. Each of ws is [E / R, x.shape[-1], N]."""
+    check_tensor("h", x)
+    for w in ws:
+        check_tensor("w", w)
+        require(w.ndim == 3 and w.shape[1] == x.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
+    kind, cast = x.device.type, [x, *ws]
+    if kind != "meta" and torch.is_autocast_enabled(kind) and torch.float64 not in [t.dtype for t in cast]:
+        cast = [t.to(torch.get_autocast_dtype(kind)) for t in cast]
+    for w in cast[1:]:
+        same = (w.dtype, w.device) == (cast[0].dtype, cast[0].device)
+        require(same, "w", "of h's dtype and device", (w.dtype, w.device))
+        require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
+    return cast

@@ -52,16 +52,15 @@ def _call(
     facts: dict[str, Any],
     size: int,
     name: str,
-    check: Callable[[], None],
+    check: Callable[[bool], None],
 ) -> Iterator[Way]:
     """A call on all ranks. ``args``: of the op, the payload first. ``facts``: equal on all of them; ``check`` raises
-    where this rank's input is wrong.
+    where this rank's input is wrong, numbers included if it may look at them.
     """
     group.check_size(size, name)
     t: Tensor = args[0]
     if size == 1:
-        if _is_checked(t, env.check()):
-            check()
+        check(_is_checked(t, env.check()))
         yield Alone(CallMemory(0, 1, name, t.device))
         return
     dumps.arm()
@@ -72,8 +71,7 @@ def _call(
         ours = member(name, t.device, record)
         with same_collective(op, name, t, **facts):
             record.state = flight_recorder.CHECKING
-            if _is_checked(t, ours.topology.check):
-                check()
+            check(_is_checked(t, ours.topology.check))
         algorithm, reason = _algorithm(op, t.dtype, t.device, slot_bytes, ours, proves=True)
         if algorithm == "unfused" and reason != planner.FORCED:
             planner.log_fallback(op, reason)
@@ -168,8 +166,8 @@ def _dispatch(
     k, h = expert_ids.shape[1], x.shape[1]
     ids = expert_ids.flatten()
 
-    def check() -> None:
-        if ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
+    def check(looks: bool) -> None:
+        if looks and ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
             got = f"{int(bounds.min)} to {int(bounds.max)}"
             raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
 
@@ -196,39 +194,39 @@ def _dispatch(
 
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
-    _check_like(x, packed, scores, x.shape[0] * k, size)
-    facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": x.shape[1]}
-    slot_bytes, check = capacity * x.shape[1] * x.itemsize, _sizes_are(packed, x.shape[0] * k, k, capacity)
+    facts = {"num_experts": packed.shape[-1], "capacity": capacity, "k": k, "H": x.shape[1]}
+    slot_bytes, check = capacity * x.shape[1] * x.itemsize, _fits(packed, x, scores, x.shape[0] * k, k, capacity, size)
     with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
         return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)
 
 
-def _check_like(t: Tensor, packed: Tensor, scores: Tensor | None, num_slots: int, size: int) -> None:
-    """Shapes and devices alone: values would have to come from the device."""
-    shape = packed_shape(num_slots, packed.shape[-1], size)
-    right = packed.shape == shape and packed.shape[1] % size == 0
-    require(right, "routing", f"of a dispatch of {num_slots} choices, {[*shape]}", packed.shape)
-    require(packed.device == t.device, "routing", f"on {t.device}", packed.device)
-    if scores is not None:
-        require(scores.numel() == num_slots, "scores", f"of {num_slots} choices", scores.shape)
-        require(scores.device == t.device, "scores", f"on {t.device}", scores.device)
+def _fits(
+    packed: Tensor, t: Tensor, scores: Tensor | None, num_slots: int, k: int, capacity: int, size: int
+) -> Callable[[bool], None]:
+    """A check of a routing: of shapes and devices, and of its sizes where they may be looked at. Gradients have one row
+    a slot: k is 1.
+    """
+
+    def check(looks: bool) -> None:
+        shape = packed_shape(num_slots, packed.shape[-1], size)
+        right = packed.shape == shape and packed.shape[1] % size == 0
+        require(right, "routing", f"of a dispatch of {num_slots} choices, {[*shape]}", packed.shape)
+        require(packed.device == t.device, "routing", f"on {t.device}", packed.device)
+        if scores is not None:
+            require(scores.numel() == num_slots, "scores", f"of {num_slots} choices", scores.shape)
+            require(scores.device == t.device, "scores", f"on {t.device}", scores.device)
+        if looks:
+            want, got = [num_slots, k, capacity], sizes_of(packed)
+            right = (got[0], got[2]) == (num_slots, capacity) and k in (1, got[1])
+            require(right, "routing, [T * k, k, capacity] of its dispatch,", str(want), got)
+
+    return check
 
 
 def require(holds: bool, name: str, what: str, got: Any) -> None:
     if not holds:
         raise ValueError(f"moe: {name} must be {what}, got {[*got] if isinstance(got, torch.Size) else got}")
-
-
-def _sizes_are(packed: Tensor, num_slots: int, k: int, capacity: int) -> Callable[[], None]:
-    """Gradients have one row a slot: k is 1."""
-
-    def check() -> None:
-        want, got = [num_slots, k, capacity], sizes_of(packed)
-        if (got[0], got[2]) != (num_slots, capacity) or k not in (1, got[1]):
-            raise ValueError(f"moe: routing, [T * k, k, capacity] of its dispatch, must be {want}, got {got}")
-
-    return check
 
 
 def _combine(
@@ -242,10 +240,9 @@ def _combine(
     size: int,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_like(h, packed, scores, num_tokens * k, size)
     capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
-    facts = {"num_experts": packed.shape[1], "capacity": capacity, "k": k, "H": n}
-    check = _sizes_are(packed, num_tokens * k, k, capacity)
+    facts = {"num_experts": packed.shape[-1], "capacity": capacity, "k": k, "H": n}
+    check = _fits(packed, h, scores, num_tokens * k, k, capacity, size)
     slot_bytes, args = _combine_bytes(h, w), [h, w, scores, packed, num_tokens, k, return_received]
     with _call("moe_combine", args, slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, num_tokens * k)

@@ -1,6 +1,7 @@
 """Mixture of experts: rows, places, values and gradients against loops over tokens and experts; graphs; faults."""
 
 import zlib
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import product
 from pathlib import Path
@@ -424,12 +425,35 @@ def test_bad_input(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_routing_of_other_sizes(rank: int) -> None:
-    """Rows, tokens and k are those of the dispatch; with FUSEDCOMM_CHECK peers hear of one rank's wrong input."""
+    """Rows, tokens and k are those of the dispatch."""
     x, ids = torch.ones(4, 3), torch.tensor([[0, 1]] * 4)
     rows, _, routing = fusedcomm.moe_dispatch(x, ids, 2, 8)
     for wrong, scores in ((rows[:3], torch.ones(4, 2)), (rows, torch.ones(2, 4))):
         with pytest.raises(ValueError, match="of its dispatch, must be"):
             fusedcomm.moe_combine(wrong, routing, scores)
     assert torch.equal(fusedcomm.moe_combine(rows, routing, torch.ones(4, 2)), 2 * x)
-    with fresh_group(CHECK="1") as group, pytest.raises(ValueError, match="expert_ids must be in"):
-        fusedcomm.moe_dispatch(x, ids + (rank == 0), 2, 8, group)
+
+
+@on_ranks(2)
+def test_with_check_peers_hear_of_one_ranks_wrong_input(rank: int) -> None:
+    """Before anything is sent: the next call is right."""
+    x, w, ids, scores = torch.ones(4, 3), torch.ones(1, 3, 3), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    with fresh_group(CHECK="1") as group:
+        layer = fusedcomm.nn.ExpertParallel(3, 4, 2, group, capacity=8)
+        rows, _, routing = fusedcomm.moe_dispatch(x, ids, 2, 8, group)
+        send, where = torch.ops.fusedcomm.moe_send, fusedcomm.memory.group.resolve(group)
+        calls: dict[str, Callable[[int], Any]] = {
+            "expert_ids must be in": lambda bad: fusedcomm.moe_dispatch(x, ids + bad, 2, 8, group),
+            "x must be": lambda bad: fusedcomm.moe_dispatch(x.to_sparse() if bad else x, ids, 2, 8, group),
+            "alignment must be": lambda bad: fusedcomm.moe_dispatch(x, ids, 2, 8, group, alignment=1 - bad),
+            "w must be .*N": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, w[:, bad:], 2, 8, group),
+            "w must be .*K": lambda bad: fusedcomm.grouped_matmul_combine(rows, w[bad:], routing, scores, group),
+            "scores must be": lambda bad: fusedcomm.moe_combine(rows, routing, scores if not bad else ids, group),
+            "of a dispatch": lambda bad: send(x[bad:], None, routing, 2, 8, *where),
+            "of its dispatch": lambda bad: fusedcomm.moe_combine(rows[bad:], routing, scores, group),
+            "dtype and device": lambda bad: layer(x.double() if bad else x, ids, scores),
+        }
+        for text, call in calls.items():
+            with pytest.raises((ValueError, TypeError), match=text + ("" if rank else r".*\(rank 1\)$")):
+                call(rank)
+            call(0)
