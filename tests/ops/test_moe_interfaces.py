@@ -89,13 +89,38 @@ def test_token_switch(rank: int) -> None:
         out: Any = torch.empty_like(rows), torch.empty_like(weights), None
         assert switch.dispatch(routing, x, scores, out=out) is out and out[0].equal(rows) and out[1].equal(weights)
         assert switch.combine(routing, rows.detach(), out=torch.empty_like(x.detach())).isfinite().all()
-    for wrong in ("flat", None):
-        with pytest.raises(ValueError, match="layout must be 'expert_major'"):
-            switch.create_routing(ids, layout=wrong)
+    with pytest.raises(ValueError, match="layout must be 'expert_major' or 'flat', got None"):
+        switch.create_routing(ids, layout=None)
     with pytest.raises(ValueError, match="out_tokens must be"):
         switch.dispatch(routing, x, scores, 3)
     with pytest.raises(ValueError, match="expert_tokens must be"):
         switch.combine(routing, rows[:3])
+
+
+@on_ranks(SIZE)
+@pytest.mark.skipif(not HAS_SWITCH, reason="torch is older than 2.15")
+def test_flat_rows_of_a_token_switch(rank: int) -> None:
+    problem, x, ids, scores, w = flat_problem(rank)
+    want: list[tuple[Tensor, list[int], list[float]]] = []
+    for src in range(SIZE):
+        tensors = (each[src].flatten(0, 1) for each in (problem.xs, problem.ids, problem.scores))
+        for row, experts, weights in zip(*tensors, strict=True):
+            here = sorted((i.item() - 3 * rank, j) for j, i in enumerate(experts) if i // 3 == rank)
+            missing = 2 - len(here)
+            if here:
+                pairs = [*here, *[(-1, -1)] * missing]
+                want.append((row, [i for i, _ in pairs], [weights[j].item() if j >= 0 else 0 for _, j in pairs]))
+    switch = fusedcomm.moe.TokenSwitch(None, 6, 14, 28)
+    with empty_is_nan():
+        counts = torch.full((4,), -1, dtype=torch.int32)
+        routing = switch.create_routing(ids, counts, layout="flat")
+        assert counts.tolist() == [*problem.counts[rank * 3 : rank * 3 + 3], -1]
+        rows, weights, numbers = switch.dispatch(routing, x, scores.detach(), 28)
+        for got, each, rest in zip((rows, numbers, weights), zip(*want, strict=True), (0, -1, 0), strict=True):
+            found = torch.stack([torch.as_tensor(t) for t in each])
+            assert got[: len(want)].equal(found.to(got.dtype)) and (got[len(want) :] == rest).all()
+        h = (rows[:, None, None] @ w[numbers.clamp(min=0)] * weights[..., None, None]).sum((1, 2))
+        check(problem, rank, switch.combine(routing, h), (x, w), problem.scores)
 
 
 @on_ranks(SIZE)
