@@ -30,8 +30,8 @@ class ExpertParallel(nn.Module):
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         capacity: rows that each rank receives at most, as in `moe_dispatch`. None: enough for max_tokens.
         max_tokens: the most tokens of any rank; capacity=None needs it.
-        shared_expert: a module; its result for x is added. In eager calls on GPUs it runs on a stream of its own, from
-            the dispatch on.
+        shared_expert: a module; its result for x is added. On GPUs it runs on a stream of its own from the dispatch on,
+            but in compiled code and CUDA graphs.
         device: of the weights.
         dtype: of the weights.
 

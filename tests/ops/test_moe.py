@@ -363,8 +363,6 @@ def test_overflow_raises_with_check_and_large_calls_run_unfused(rank: int) -> No
             assert dispatch(group, capacity=1000)[0].sum() == (8 * H if rank == 0 else 0)
         assert "FUSEDCOMM_WORKSPACE_BYTES=8192" in str(logged.call_args)
         assert member_of(group).workspace is None
-        with pytest.raises(RuntimeError, match="cannot run as fused"), fusedcomm.force_algorithm("fused", strict=True):
-            dispatch(group, capacity=1000)
 
 
 @on_ranks(2)
@@ -388,14 +386,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "float8": ({"x": X.to(torch.float8_e4m3fn)}, "x must be .* got torch.float8_e4m3fn"),
     "ids of floats": ({"expert_ids": X}, "int32 or int64"),
     "ids of other tokens": ({"expert_ids": IDS[:3]}, r"must be \[\*x.shape"),
-    "an expert too many": ({"expert_ids": IDS + 4}, r"in \[-1, 3\], got 4 to 4"),
     "ids elsewhere": ({"expert_ids": IDS.to("meta")}, "expert_ids must be on cpu, got meta"),
     "no choice": ({"expert_ids": IDS[:, :0]}, "k at least 1"),
     "experts that no rank has": ({"num_experts": 3}, "a multiple of group_size, got 3"),
     "no capacity": ({"capacity": None}, "max_tokens must be an int where"),
     "less than no capacity": ({"capacity": -1}, "capacity must be at least 0, got -1"),
     "too many tokens": ({"max_tokens": 3}, "max_tokens must be at least the tokens of x, got 3"),
-    "alignment 0": ({"alignment": 0}, "alignment must be at least 1"),
 }
 
 
@@ -412,26 +408,6 @@ def test_bad_input(rank: int) -> None:
         fusedcomm.moe_combine(rows, routing, torch.ones(9, 2))
     with pytest.raises(ValueError, match="scores must be on cpu, got meta"):
         fusedcomm.moe_combine(rows, routing, torch.ones(4, 2, device="meta"))
-    send, where = torch.ops.fusedcomm.moe_send, fusedcomm.memory.group.resolve(None)
-    with pytest.raises(ValueError, match="routing must be of a dispatch of 100 choices"):
-        send(torch.ones(50, H), None, routing, 2, len(rows), *where)
-    with pytest.raises(ValueError, match="scores must be of 8 choices"):
-        send(X, torch.ones(3, 2), routing, 2, len(rows), *where)
-    with pytest.raises(ValueError, match="num_experts / group_size"):
-        fusedcomm.grouped_matmul_combine(rows, torch.ones(1, H, N), routing, torch.ones(4, 2))
-    with pytest.raises(ValueError, match="dtype"):
-        fusedcomm.grouped_matmul_combine(rows, torch.ones(2, H, N).double(), routing, torch.ones(4, 2))
-
-
-@on_ranks(2)
-def test_a_routing_of_other_sizes(rank: int) -> None:
-    """Rows, tokens and k are those of the dispatch."""
-    x, ids = torch.ones(4, 3), torch.tensor([[0, 1]] * 4)
-    rows, _, routing = fusedcomm.moe_dispatch(x, ids, 2, 8)
-    for wrong, scores in ((rows[:3], torch.ones(4, 2)), (rows, torch.ones(2, 4))):
-        with pytest.raises(ValueError, match="of its dispatch, must be"):
-            fusedcomm.moe_combine(wrong, routing, scores)
-    assert torch.equal(fusedcomm.moe_combine(rows, routing, torch.ones(4, 2)), 2 * x)
 
 
 @on_ranks(2)
@@ -443,14 +419,16 @@ def test_with_check_peers_hear_of_one_ranks_wrong_input(rank: int) -> None:
         rows, _, routing = fusedcomm.moe_dispatch(x, ids, 2, 8, group)
         send, where = torch.ops.fusedcomm.moe_send, fusedcomm.memory.group.resolve(group)
         calls: dict[str, Callable[[int], Any]] = {
-            "expert_ids must be in": lambda bad: fusedcomm.moe_dispatch(x, ids + bad, 2, 8, group),
+            r"in \[-1, 1\], got 1 to 2": lambda bad: fusedcomm.moe_dispatch(x, ids + bad, 2, 8, group),
             "x must be": lambda bad: fusedcomm.moe_dispatch(x.to_sparse() if bad else x, ids, 2, 8, group),
-            "alignment must be": lambda bad: fusedcomm.moe_dispatch(x, ids, 2, 8, group, alignment=1 - bad),
+            "alignment must be at least 1": lambda bad: fusedcomm.moe_dispatch(x, ids, 2, 8, group, alignment=1 - bad),
             "w must be .*N": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, w[:, bad:], 2, 8, group),
             "w must be .*K": lambda bad: fusedcomm.grouped_matmul_combine(rows, w[bad:], routing, scores, group),
             "scores must be": lambda bad: fusedcomm.moe_combine(rows, routing, scores if not bad else ids, group),
-            "of a dispatch": lambda bad: send(x[bad:], None, routing, 2, 8, *where),
-            "of its dispatch": lambda bad: fusedcomm.moe_combine(rows[bad:], routing, scores, group),
+            "of a dispatch of 6": lambda bad: send(x[bad:], None, routing, 2, 8, *where),
+            "scores must be of 8": lambda bad: send(x, scores[bad:], routing, 2, 8, *where),
+            "of its dispatch.*7": lambda bad: fusedcomm.moe_combine(rows[bad:], routing, scores, group),
+            "of its dispatch.*4": lambda bad: fusedcomm.moe_combine(rows, routing, scores.view(4 - 2 * bad, -1), group),
             "dtype and device": lambda bad: layer(x.double() if bad else x, ids, scores),
         }
         for text, call in calls.items():

@@ -101,24 +101,21 @@ def test_token_switch(rank: int) -> None:
 @pytest.mark.skipif(not HAS_SWITCH, reason="torch is older than 2.15")
 def test_flat_rows_of_a_token_switch(rank: int) -> None:
     problem, x, ids, scores, w = flat_problem(rank)
-    want: list[tuple[Tensor, list[int], list[float]]] = []
-    for src in range(SIZE):
-        tensors = (each[src].flatten(0, 1) for each in (problem.xs, problem.ids, problem.scores))
-        for row, experts, weights in zip(*tensors, strict=True):
-            here = sorted((i.item() - 3 * rank, j) for j, i in enumerate(experts) if i // 3 == rank)
-            missing = 2 - len(here)
-            if here:
-                pairs = [*here, *[(-1, -1)] * missing]
-                want.append((row, [i for i, _ in pairs], [weights[j].item() if j >= 0 else 0 for _, j in pairs]))
+    xs, numbers, weights = (
+        torch.cat([t.flatten(0, 1) for t in each]) for each in (problem.xs, problem.ids, problem.scores)
+    )
+    here = numbers // 3 == rank
+    order = numbers.where(here, 6).argsort(dim=1, stable=True)  # choices of other ranks are last
+    want = [t.gather(1, order) for t in (numbers.sub(3 * rank).where(here, -1), weights.where(here, 0))]
+    wants = [t[here.any(1)] for t in (xs, *want)]
     switch = fusedcomm.moe.TokenSwitch(None, 6, 14, 28)
     with empty_is_nan():
         counts = torch.full((4,), -1, dtype=torch.int32)
         routing = switch.create_routing(ids, counts, layout="flat")
         assert counts.tolist() == [*problem.counts[rank * 3 : rank * 3 + 3], -1]
         rows, weights, numbers = switch.dispatch(routing, x, scores.detach(), 28)
-        for got, each, rest in zip((rows, numbers, weights), zip(*want, strict=True), (0, -1, 0), strict=True):
-            found = torch.stack([torch.as_tensor(t) for t in each])
-            assert got[: len(want)].equal(found.to(got.dtype)) and (got[len(want) :] == rest).all()
+        for got, each, rest in zip((rows, numbers, weights), wants, (0, -1, 0), strict=True):
+            assert got[: len(each)].equal(each.to(got.dtype)) and (got[len(each) :] == rest).all()
         h = (rows[:, None, None] @ w[numbers.clamp(min=0)] * weights[..., None, None]).sum((1, 2))
         check(problem, rank, switch.combine(routing, h), (x, w), problem.scores)
 
