@@ -218,8 +218,8 @@ def _fits(
             require(scores.device == t.device, "scores", f"on {t.device}", scores.device)
         if looks:
             want, got = [num_slots, k, capacity], sizes_of(packed)
-            right = (got[0], got[2]) == (num_slots, capacity) and k in (1, got[1])
-            require(right, "routing, [T * k, k, capacity] of its dispatch,", str(want), got)
+            if (got[0], got[2]) != (num_slots, capacity) or k not in (1, got[1]):
+                raise ValueError(f"moe: routing, [T * k, k, capacity] of its dispatch, must be {want}, got {got}")
 
     return check
 
