@@ -1,4 +1,7 @@
-"""The readers of an all_gather's or all_to_all's result: matmuls that can consume it as it arrives, and the rest."""
+"""The readers of an all_gather's or all_to_all's result: matmuls that can consume it as it arrives, and the rest.
+
+all_gather_matmul and all_to_all_matmul are written alike in their place; other readers get the by-product.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -19,6 +23,7 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, siz
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, matmul, name_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
 from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value, viewed_bytes
+from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.scaling import BYTES
 
 aten = torch.ops.aten
@@ -220,16 +225,92 @@ def read(start: Node) -> Gathered:
     return Gathered(collective, before[0], x_layout, sent, blocks, sources, _readers(collective.wait, received))
 
 
-def replace(gathered: Gathered, results: Iterable[tuple[Node, Node]], others: Iterable[tuple[Reader, Node]]) -> None:
-    """Replace the matmuls by the op's results, and the inputs of other readers by its by-product, rearranged."""
-    for reader, node in others:
-        for user in reader.users:
-            stand_for(reader.node, node)
-            user.replace_input_with(reader.node, node)
-    for node, result in results:
+@dataclass(frozen=True)
+class GatherMatch:
+    gathered: Gathered
+    reader: Reader  # x of the first matmul
+    products: list[Product]  # all multiply the same rows; there is one behind an all_to_all
+    scales: tuple[Gathered, Reader] | None = None  # the gather of these rows' scales, which travel behind them
+
+    @property
+    def collectives(self) -> list[Collective]:
+        return [each.collective for each in (self.gathered, *(self.scales or ())[:1])]
+
+    @property
+    def alone(self) -> GatherMatch:
+        """The match of x alone: the program's scales stay, and so does their gather."""
+        return dataclasses.replace(self, scales=None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gathered.dtype_sent_for(self.reader)
+
+    @property
+    def sent(self) -> SentDims:
+        return self.gathered.sent_dims(self.reader.layout, self.products[0].batched)
+
+    @property
+    def keeps_order(self) -> bool:
+        return self.gathered.keeps_order(self.sent)
+
+    def scaling(self, rewriter: Rewriter) -> list[Any]:
+        """The arguments of the sibling for float8 operands, with a list of the scales of w."""
+        first, *others = self.products
+        if first.scales is None:
+            return []
+        rows = self.gathered.rows(self.sent, gathered=self.scales is None)
+        if self.scales is not None:
+            own, place = self.scales
+            order = tuple(f for f in place.layout.order if f is not own.sources)
+            x = rewriter.arrange(own.x, own.x_layout.order, Layout((order,)))
+            first = dataclasses.replace(first, scales=first.scales._replace(x=x))
+        of_x, of_w, dtype, fast = first.scaling(rewriter, rows)
+        fast &= all(each.scales.fast for each in others if each.scales is not None)
+        of_ws = [of_w, *(each.scaling(rewriter, rows)[1] for each in others)]
+        return [of_x, of_ws, dtype, fast, self.scales is not None]
+
+
+def rewrite(rewriter: Rewriter, match: GatherMatch) -> Node:
+    """Write the op of the collective's kind: behind an all_gather, with lists of w, bias, scale of w and result."""
+    found, products, reader, sent = match.gathered, match.products, match.reader, match.sent
+    nodes, collective = [product.node for product in products], found.collective
+    others, gathers = found.others(nodes), sent.scatter_dim is None
+    operands = [operand for product in products for operand in product.operands]
+    if match.scales is not None:
+        operands = [match.scales[0].x, *(each for each in operands if each is not match.scales[1].node)]
+    collectives.hoist(operands, collective.start)
+    with rewriter.before(collective.start, like=min(nodes)):
+        x = found.sent(rewriter, sent.dims, reader.dtypes)
+        ws = [product.w(rewriter, sent.batch, reader.layout.dims[0]) for product in products]
+        biases = [product.per_column(rewriter, product.bias) for product in products]
+        arguments = [ws, biases, *match.scaling(rewriter)]
+        if not gathers:
+            arguments = [each[0] if isinstance(each, list) else each for each in arguments]
+        call = rewriter.call(
+            products[0].op(f"{collective.kind}_matmul"),
+            x,
+            *arguments,
+            sent.gather_dim,
+            *([] if gathers else [sent.scatter_dim]),
+            bool(others),
+            *(EVEN.to_gather if gathers else EVEN),
+            collective.group_size,
+            collective.group_name,
+            wire.of(collective.start),
+        )
+        y = rewriter.call(operator.getitem, call, 0)
+        ys = [rewriter.call(operator.getitem, y, i) for i in range(len(products))] if gathers else [y]
+        results = [found.result(rewriter, each, sent, reader.layout) for each in ys]
+        rearranged = found.rearranged(rewriter, call, sent.received.order, others, reader)
+    for other, seen in rearranged:
+        for user in other.users:
+            stand_for(other.node, seen)
+            user.replace_input_with(other.node, seen)
+    for node, result in zip(nodes, results, strict=True):
         replace_node(node, result)
-    for reader in reversed(gathered.readers):
-        erase_unused(reader.node)
+    for each in reversed(found.readers):
+        erase_unused(each.node)
+    return call
 
 
 def depends_on(node: Node, nodes: set[Node]) -> bool:
