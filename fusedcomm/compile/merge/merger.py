@@ -8,7 +8,7 @@ rearranged. Merged reductions add in another order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from fusedcomm.compile.graph.collectives import Collective, functional
 from fusedcomm.compile.graph.effects import has_messages, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse, Layout
 from fusedcomm.compile.graph.matmuls import name_of
-from fusedcomm.compile.graph.normalize import from_one_call, part_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
 from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import along, follow, path_back, value
@@ -121,17 +120,18 @@ def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:
 def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chain]:
     """The chains that start from the first node of the path."""
     x_layout = Layout.of(value(path[0]).shape)
-    moves, members, node = Moves(mesh, along(path, x_layout)).then(first), [first], first.wait
+    moves, members = Moves(mesh, along(path, x_layout)).then(first), [first]
     found: list[Chain] = []
     try:
         while True:
-            nodes = follow(node, moves.layout) if node.users else [(node, moves.layout)]
+            wait = members[-1].wait
+            nodes = follow(wait, moves.layout) if wait.users else [(wait, moves.layout)]
             if moves.is_better_merged:
                 contiguous = [each for each in nodes if value(each[0]).is_contiguous()]
                 found.append(Chain(path[0], x_layout, tuple(members), moves, *(contiguous or nodes)[-1]))
             node, layout = nodes[-1]
-            moves, node, member = _next(node, moves.at(layout))
-            members += [] if member is None else [member]
+            moves, member = _next(node, replace(moves, layout=layout))
+            members.append(member)
     except CannotFuse as reason:
         if not found:
             kinds = ", ".join(kind for kind, _ in moves.sent)
@@ -139,23 +139,16 @@ def _find(path: list[Node], first: Collective, mesh: FlattenedMesh) -> list[Chai
     return sorted(found, key=lambda chain: chain.moves.cost(moves.sent))  # where equal, the shortest
 
 
-def _next(node: Node, moves: Moves) -> tuple[Moves, Node, Collective | None]:
-    """One step along the chain: returns (moves, result node, collective or None). Raises CannotFuse at its end."""
+def _next(node: Node, moves: Moves) -> tuple[Moves, Collective]:
+    """The next collective of the chain, and the moves with it. Raises CannotFuse at its end."""
     users = list(node.users)
-    if len(users) != 1:
+    if len(users) != 1 or users[0].target not in collectives.STARTS:
         raise CannotFuse(f"what arrives goes to {', '.join(map(name_of, users[:3]))}" if users else "nothing reads it")
-    (user,) = users
-    if user.target in collectives.STARTS:
-        try:
-            member = collectives.read(user)
-            return moves.then(member), member.wait, member
-        except CannotFuse as reason:
-            raise CannotFuse(f"not with {user.name}: {reason}") from None
-    for num_parts in sorted({collectives.size_of_group(group.name) for group in moves.mesh.groups}):
-        part = part_of(user, num_parts) if value(node).device.type == "cpu" else None  # as in `normalize`
-        if part is not None and from_one_call(node, part[0]):
-            return moves.own_part(part[1], num_parts, part[2]), part[0], None
-    raise CannotFuse(f"what arrives goes to {name_of(user)}")
+    try:
+        member = collectives.read(users[0])
+        return moves.then(member), member
+    except CannotFuse as reason:
+        raise CannotFuse(f"not with {users[0].name}: {reason}") from None
 
 
 def _emit(rewriter: Rewriter, chain: Chain) -> tuple[dict[str, Node], Node]:

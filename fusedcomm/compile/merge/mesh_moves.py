@@ -7,7 +7,7 @@ Let rank c, with coordinate c[d] in mesh dim d, hold x_c. In the end it has x_p,
     all_reduce      all p[d] are reduced
 The order of mesh dims does not matter if every block is cut from x itself and all reductions can be done as one. Moves
 of one kind are one collective over the flattened group. A reduce_scatter and an all_gather over one mesh dim are an
-all_reduce. If each rank keeps only its own part, an all_gather is an all_to_all, and an all_reduce a reduce_scatter.
+all_reduce.
 
 Two collectives of one kind never send less than the merged one does. For R = a b ranks, each with a tensor of size 1:
     all_gather      (a - 1) + a (b - 1) = R - 1                         the same merged
@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
-from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
 from fusedcomm.compile.graph.views import value
@@ -34,7 +33,6 @@ from fusedcomm.redistribution.sharding import REDUCE_OPS
 from fusedcomm.redistribution.steps import merged_op
 
 KINDS = ("reduce_scatter", "all_reduce", "all_to_all", "all_gather")  # in the order of sending
-PART = "part"  # each rank keeps its own part: nothing is sent, and less is left
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,6 @@ class Moves:
     layout: Layout  # of the chain's result so far
     by_dim: tuple[tuple[int, Move], ...] = ()
     sent: tuple[tuple[str, int], ...] = ()
-
-    def at(self, layout: Layout) -> Moves:
-        """The moves after the result is rearranged."""
-        return replace(self, layout=layout)
 
     def then(self, collective: Collective) -> Moves:
         """The moves with one more collective. Raises CannotFuse where it does not commute."""
@@ -80,26 +74,6 @@ class Moves:
         sent = (*self.sent, (collective.kind, collective.group_size))
         return Moves(self.mesh, layout, tuple(moves.items()), sent)
 
-    def own_part(self, dim: int, num_parts: int, index: int) -> Moves:
-        """The moves if only part ``index`` of the result along dim is used: this rank's own in one mesh dim.
-
-        Sizes must identify the mesh dim, because a rank may have equal coordinates in several, and all ranks must
-        decide alike. Nor may it be that all ranks keep, say, part 0: see `normalize.find`.
-        """
-        moves = dict(self.by_dim)
-        kept = [d for d, move in moves.items() if move.kind in ("all_to_all", "reduce_scatter")]
-        groups = [group for group in self.mesh.groups if self._size(group.dims) == num_parts]
-        groups = [group for group in groups if not set(group.dims) & set(kept)]
-        if len(groups) != 1 or len(groups[0].dims) > 1 or groups[0].dims[0] not in moves or groups[0].order is None:
-            raise CannotFuse(f"of which mesh dim part {index} of {num_parts} is taken is not known")
-        if collectives.rank_in(groups[0].name) != index:
-            raise CannotFuse(f"part {index} of {num_parts} is not this rank's own")
-        (d,) = groups[0].dims
-        blocks = self._blocks(self.layout, dim, num_parts)
-        kind = "all_to_all" if moves[d].kind == "all_gather" else "reduce_scatter"
-        moves[d] = replace(moves[d], kind=kind, blocks=blocks)
-        return Moves(self.mesh, self.layout.without(blocks), tuple(moves.items()), (*self.sent, (PART, num_parts)))
-
     def merged(self) -> list[tuple[str, MeshGroup]]:
         """The collectives that do these moves, at most one of each kind, in their order. Raises CannotFuse.
 
@@ -117,13 +91,13 @@ class Moves:
     @property
     def is_better_merged(self) -> bool:
         """Whether merging leaves fewer collectives that send no more, or as many that send less."""
-        before, after = (_number(self.sent), traffic(self.sent)), self.cost(self.sent)
+        before, after = (len(self.sent), traffic(self.sent)), self.cost(self.sent)
         return after < before and after[1] <= before[1]
 
     def cost(self, chain: Sequence[tuple[str, int]]) -> tuple[int, Fraction]:
         """Returns (number of collectives left, traffic) of a chain that begins with the moves merged here."""
         left = [(kind, self._size(group.dims)) for kind, group in self.merged()] + list(chain[len(self.sent) :])
-        return _number(left), traffic(left)
+        return len(left), traffic(left)
 
     def kind_over(self, group_name: str) -> str:
         """The kind of the merged collective that contains one over that group."""
@@ -168,15 +142,10 @@ def traffic(sent: Sequence[tuple[str, int]]) -> Fraction:
         others = Fraction(num_ranks - 1, num_ranks)
         if kind == "all_gather":
             size *= num_ranks
-        if kind != PART:
-            total += size * others * (2 if kind == "all_reduce" else 1)
-        if kind in ("reduce_scatter", PART):
+        total += size * others * (2 if kind == "all_reduce" else 1)
+        if kind == "reduce_scatter":
             size /= num_ranks
     return total
-
-
-def _number(sent: Sequence[tuple[str, int]]) -> int:
-    return sum(kind != PART for kind, _ in sent)
 
 
 def _after(move: Move | None, collective: Collective, blocks: Factor | None, size: int) -> tuple[Move, Factor | None]:
