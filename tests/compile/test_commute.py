@@ -249,7 +249,7 @@ def test_where_cutting_a_matmul_fails_the_other_exchanges_move(rank: int) -> Non
         return *part_of_a_wide_matmul(v, torch.sin), to_heads(product(v).sin())
 
     _warn_once.cache_clear()
-    broken = mock.patch.object(cut_matmuls, "_begin", side_effect=RuntimeError("broken"))
+    broken = mock.patch.object(cut_matmuls, "_of_columns", side_effect=RuntimeError("broken"))
     with broken, pytest.warns(UserWarning, match="commute failed.*broken"):
         report = check(program)
     assert [line.status == "fused" for line in report.collectives if line.graph == "forward"] == [False, True]

@@ -9,7 +9,6 @@ Parts that are exchanged alike, as equally wide q, k and v, stay one matmul.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -18,16 +17,16 @@ import torch
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.commute.places import VIEWS, shape
+from fusedcomm.compile.fuse import cut_results
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
-from fusedcomm.compile.graph.layout import Size, size_of
+from fusedcomm.compile.graph.layout import Size
 from fusedcomm.compile.graph.matmuls import MATMULS
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
-from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of
+from fusedcomm.compile.graph.split_cat import SLICE, args_of
 from fusedcomm.compile.graph.views import value
 
 aten = torch.ops.aten
-_PLAIN = {aten.mm.default, aten.addmm.default}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def cut(graph: Graph, earlier: set[Node], later: set[Node]) -> None:
         if node.target is aten.cat.default:
             attempt("commute", _cut_readers, rewriter, node, behind)
     for node in list(graph.nodes):
-        if node.target in _PLAIN:
+        if node.target in cut_results.PLAIN:
             attempt("commute", _cut_result, rewriter, node, towards)
 
 
@@ -117,7 +116,7 @@ def _cut_readers(rewriter: Rewriter, cat: Node, behind: set[Node]) -> None:
     for view in [*views, *turned]:
         if len(shape(view)) == 2:
             for user in list(view.users):
-                if user.target in _PLAIN:
+                if user.target in cut_results.PLAIN:
                     attempt("commute", _cut_reader, rewriter, user, view, groups, view in turned)
 
 
@@ -160,64 +159,23 @@ def _two_dims(rewriter: Rewriter, group: Part, rows: Size, dtype: torch.dtype) -
 # matmul, then parts of its result
 
 
-def _parts_read(matmul: Node) -> list[Part]:
-    """The parts of its columns that are read, in order; none if anything reads all."""
-    parts: dict[tuple[Size, Size], list[Node]] = {}
-    for view in [matmul, *(user for user in matmul.users if _keeps_features(user, matmul))]:
-        for user in view.users:
-            if _keeps_features(user, matmul) and view is matmul:
-                continue
-            found = _cuts(user)
-            if not found:
-                return []
-            for begin, width, node in found:
-                parts.setdefault((begin, width), []).append(node)
-    if not all(isinstance(begin, int) and isinstance(width, int) for begin, width in parts):
-        return []
-    found_parts = [Part(tuple(nodes), begin, width) for (begin, width), nodes in sorted(parts.items())]
-    overlap = any(a.begin + a.width != b.begin for a, b in pairwise(found_parts))
-    return [] if overlap else found_parts
-
-
-def _cuts(node: Node) -> list[tuple[Size, Size, Node]]:
-    """Where the parts begin, and how wide they are, if node cuts the last dim."""
-    args = args_of(node)
-    if node.target is SLICE and len(args) == 4 and _is_last(args[0], args[1]):
-        begin = args[2] or 0
-        return [(begin, shape(node)[-1], node)] if isinstance(begin, int) and begin >= 0 else []
-    if node.target in SPLITS and _is_last(args[0], *args[2:]):
-        widths = [size_of(part.shape[-1]) for part in node.meta["val"]]
-        begins = [0, *accumulate(widths)]
-        if all(user.target is operator.getitem for user in node.users):
-            return [(begins[user.args[1]], widths[user.args[1]], user) for user in node.users]  # type: ignore[index]
-    return []
-
-
 def _cut_result(rewriter: Rewriter, matmul: Node, towards: set[Node]) -> None:
-    *bias, x, w = matmul.args
-    groups = _groups(_parts_read(matmul), towards)
-    if len(groups) < 2 or matmul.kwargs or (bias and shape(bias[0]) != shape(matmul)[1:]):  # type: ignore[arg-type]
+    read = cut_results.columns_read(matmul)
+    groups = _groups([Part(tuple(nodes), begin, end - begin) for (begin, end), nodes in read.items()], towards)
+    if len(groups) < 2 or any(a[1] != b[0] for a, b in pairwise(read)):
         return
+    columns = {node: each for each, nodes in read.items() for node in nodes}
     new = {}
     with rewriter.before(matmul, like=matmul):
         for group in groups:
-            end = group.begin + group.width
-            columns = rewriter.call(SLICE, w, 1, group.begin, end)
-            if bias:
-                part = rewriter.call(SLICE, bias[0], 0, group.begin, end)
-                y = rewriter.call(aten.addmm.default, part, x, columns)
-            else:
-                y = rewriter.call(aten.mm.default, x, columns)
+            y = cut_results.product_of_columns(rewriter, matmul, group.begin, group.begin + group.width)
             for node in group.nodes:
-                begin, size = _begin(node) - group.begin, shape(node)
-                part = rewriter.reshape(y, [*size[:-1], group.width])
-                if size[-1] != group.width:
-                    part = rewriter.call(SLICE, part, len(size) - 1, begin, begin + size[-1])
-                new[node] = part
+                begin, end = (each - group.begin for each in columns[node])
+                new[node] = _of_columns(rewriter, y, begin, end, node)
     for node, part in new.items():
         replace_node(node, part)
 
 
-def _begin(node: Node) -> Size:
-    cutter = node.args[0] if node.target is operator.getitem else node
-    return next(begin for begin, _, each in _cuts(cutter) if each is node)  # type: ignore[arg-type]
+def _of_columns(rewriter: Rewriter, y: Node, begin: int, end: int, like: Node) -> Node:
+    part = y if end - begin == shape(y)[1] else rewriter.call(SLICE, y, 1, begin, end)
+    return rewriter.reshape(part, shape(like))

@@ -14,7 +14,7 @@ from fusedcomm.compile.graph.split_cat import SPLITS, UNBIND, part, shape_of
 from fusedcomm.compile.graph.views import RESHAPES, path_back
 
 aten = torch.ops.aten
-_PLAIN = {aten.mm.default, aten.addmm.default}
+PLAIN = {aten.mm.default, aten.addmm.default}
 
 
 def find(starts: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -24,24 +24,18 @@ def find(starts: Iterable[Node]) -> dict[Node, list[Node]]:
         sent = path_back(start.args[0], through_casts=False)[0]  # type: ignore[arg-type]
         place = part(sent)
         matmul = None if place is None else path_back(place.origin, through_casts=False)[0]
-        if matmul is not None and matmul.target in _PLAIN:
+        if matmul is not None and matmul.target in PLAIN:
             found.setdefault(matmul, []).append(start)
     return found
 
 
 def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], bool], matmul: Node) -> None:
     """Cut ``matmul`` if any of the collectives of ``starts`` can then be fused. Raises CannotFuse."""
-    parts = _parts_read(matmul)
-    *bias, x, w = matmul.args
-    columns = shape_of(matmul)[1]
-    if matmul.kwargs or any(shape_of(each) != [columns] for each in bias):
-        raise CannotFuse("the matmul scales its operands, or adds what is not one number per column")
+    parts = columns_read(matmul)
     with rewriter.before(matmul, like=matmul):
         new = {}
         for (begin, end), nodes in parts.items():
-            of_part = [rewriter.call(aten.slice.Tensor, each, 0, begin, end) for each in bias]
-            operands = [*of_part, x, rewriter.call(aten.slice.Tensor, w, 1, begin, end)]
-            y = rewriter.call(matmul.target, *operands)
+            y = product_of_columns(rewriter, matmul, begin, end)
             new.update({node: rewriter.reshape(y, shape_of(node)) for node in nodes})
         for node, y in new.items():
             node.replace_all_uses_with(y)
@@ -53,8 +47,19 @@ def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], b
         erase_unused(node)
 
 
-def _parts_read(matmul: Node) -> dict[tuple[int, int], list[Node]]:
-    """Begin and end of the columns that are read together, with the nodes that are these. Raises CannotFuse."""
+def product_of_columns(rewriter: Rewriter, matmul: Node, begin: int, end: int) -> Node:
+    *bias, x, w = matmul.args
+    of_bias = [rewriter.call(aten.slice.Tensor, each, 0, begin, end) for each in bias]
+    return rewriter.call(matmul.target, *of_bias, x, rewriter.call(aten.slice.Tensor, w, 1, begin, end))
+
+
+def columns_read(matmul: Node) -> dict[tuple[int, int], list[Node]]:
+    """Begin and end of the columns that are read together, with the nodes that are these. Raises CannotFuse where the
+    matmul cannot be cut so.
+    """
+    columns = shape_of(matmul)[1]
+    if matmul.kwargs or any(shape_of(each) != [columns] for each in matmul.args[:-2]):
+        raise CannotFuse("the matmul scales its operands, or adds what is not one number per column")
     parts: dict[tuple[int, int], list[Node]] = {}
     stack = [(matmul, user) for user in matmul.users]
     while stack:
@@ -64,11 +69,7 @@ def _parts_read(matmul: Node) -> dict[tuple[int, int], list[Node]]:
             shape = shape_of(place.origin)
             inner = product(shape[place.dim + 1 :])
             begin, end = place.begin * inner, (place.begin + place.size) * inner
-            if (
-                shape[place.dim] * inner != shape_of(matmul)[1]
-                or not isinstance(begin, int)
-                or not isinstance(end, int)
-            ):
+            if shape[place.dim] * inner != columns or not isinstance(begin, int) or not isinstance(end, int):
                 raise CannotFuse("a part of the matmul's rows is exchanged")
             parts.setdefault((begin, end), []).append(user)
         elif user.target in RESHAPES | SPLITS | {UNBIND} and user.args[0] is node:
