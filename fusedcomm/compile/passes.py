@@ -59,11 +59,21 @@ class Settings:
         return files.cache_key(self.fuse, overlap, self.merge, self.commute, programs, groups, torch.__version__)
 
 
-class FusedcommPass(CustomGraphPass):
+class _SettingsPass(CustomGraphPass):
+    """A pass whose result depends on the graph and the settings alone."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def uuid(self) -> Any:
+        return self.settings.uuid()
+
+
+class FusedcommPass(_SettingsPass):
     """All of fusedcomm's passes. They never break a program: a failure leaves the graph as it was."""
 
     def __init__(self, settings: Settings, report: CompileReport) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self.report = report
 
     def __call__(self, graph: Graph) -> None:
@@ -73,37 +83,22 @@ class FusedcommPass(CustomGraphPass):
                 log.debug("%s", line)
             self.report.collectives += lines
 
-    def uuid(self) -> Any:
-        return self.settings.uuid()
 
-
-class CommutePass(CustomGraphPass):
+class CommutePass(_SettingsPass):
     """Moves exchanges towards matmuls, in the graph that holds forward and backward."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
 
     def __call__(self, graph: Graph) -> None:
         attempt("expand", opaque.expand, graph)
         attempt("commute", commute, graph, self.settings.fuse)
 
-    def uuid(self) -> Any:
-        return self.settings.uuid()
 
-
-class OrderPass(CustomGraphPass):
+class OrderPass(_SettingsPass):
     """Schedules once more after Inductor's patterns, as they join nodes, for example an addition and a matmul."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
 
     def __call__(self, graph: Graph) -> None:
         if inductor_order.is_marked(graph):
             attempt("overlap", order_again, graph, self.settings.estimator(graph))
             inductor_order.mark(graph)
-
-    def uuid(self) -> Any:
-        return self.settings.uuid()
 
 
 class _Run:
