@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.redistribution import even, uneven
-from fusedcomm.redistribution.reductions import averaged
-from fusedcomm.redistribution.sharding import Coordinate
+from fusedcomm.redistribution.sharding import Coordinate, Sharding
 from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SLICE, Step
 from fusedcomm.run.reference import MOVED, all_gather_into_tensor, bytes_of
 
@@ -53,13 +52,13 @@ def run(
 
 def pack(step: Step, coordinate: Coordinate, order: Order, local: Tensor) -> Sent:
     """Make the collective's input: blocks along dim 0, except for an all_reduce. A slice is its own result."""
-    assert local.shape == _held_shape(step, coordinate), f"{local.shape} is not {step.before} at {coordinate}"
+    assert local.shape == _local_shape(step.before, coordinate), f"{local.shape} is not {step.before} at {coordinate}"
     if step.kind == SLICE:
-        return Sent(_given(step, coordinate, local).clone(memory_format=torch.contiguous_format))
+        return Sent(uneven.taken(local, _given_part(step, coordinate)).clone(memory_format=torch.contiguous_format))
     if step.sends_as in (ALL_REDUCE, REDUCE_SCATTER):
-        local = averaged(local, step.divisor)  # before the sum, which might overflow where the averages do not
+        local = uneven.averaged(local, step.divisor)  # before the sum, which might overflow where the averages do not
     if step.kind == ALL_REDUCE or (step.kind == ALL_GATHER and _is_stacked(step, order)):
-        return Sent(_given(step, coordinate, local).contiguous())
+        return Sent(uneven.taken(local, _given_part(step, coordinate)).contiguous())
     if _is_stacked(step, order):
         return Sent(even.stack(local, even.sending(step, coordinate)))
     layout = uneven.pieces(step, coordinate, order)
@@ -77,9 +76,9 @@ def unpack(step: Step, coordinate: Coordinate, order: Order, received: Tensor) -
     if step.kind == SLICE:
         return received
     if step.kind == ALL_REDUCE or (step.kind == REDUCE_SCATTER and step.is_regular):
-        return even.viewed(received, _result_shape(step, coordinate))
+        return even.viewed(received, _local_shape(step.after, coordinate))
     if step.is_padded:
-        return uneven.receive_padded(received, _result_shape(step, coordinate))
+        return uneven.window(received, 0, _local_shape(step.after, coordinate))
     if _is_stacked(step, order):
         return even.join(received, even.arriving(step, coordinate))
     return uneven.receive(received, uneven.pieces(step, coordinate, order), step)
@@ -104,23 +103,12 @@ def _row_major(group_size: int) -> Order:
     return tuple(range(group_size))
 
 
-def _given(step: Step, coordinate: Coordinate, local: Tensor) -> Tensor:
-    return uneven.taken(local, _given_part(step, coordinate))
+_local_shape = lru_cache(maxsize=4096)(Sharding.local_shape)
 
 
 @lru_cache(maxsize=4096)
 def _given_part(step: Step, coordinate: Coordinate) -> uneven.Part:
     return uneven.part_of(step.before.box(coordinate), step.given(coordinate))
-
-
-@lru_cache(maxsize=4096)
-def _held_shape(step: Step, coordinate: Coordinate) -> tuple[int, ...]:
-    return step.before.local_shape(coordinate)
-
-
-@lru_cache(maxsize=4096)
-def _result_shape(step: Step, coordinate: Coordinate) -> tuple[int, ...]:
-    return step.after.local_shape(coordinate)
 
 
 def _start(step: Step, group_name: str, sent: Sent) -> Tensor:

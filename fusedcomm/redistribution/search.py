@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fusedcomm.redistribution.by_dim import steps_by_dim
-from fusedcomm.redistribution.sharding import Sharding
+from fusedcomm.redistribution.sharding import Sharding, intersection, numel
 from fusedcomm.redistribution.step_time import MeshLinks
 from fusedcomm.redistribution.steps import SLICE, Step, merged_op, step
-from fusedcomm.redistribution.traffic import least_traffic
 
 _ROUNDING = 1 + 1e-9  # sums of the same numbers in different orders differ by less
 _MOST_STEPS = 350  # looked at in one search, about 10 ms on 3 mesh dims; the best plan found by then counts
@@ -171,7 +171,7 @@ class _Search:
     """A best-first search (A*).
 
     `_finish` tries all single last collectives at once, so a state in the heap needs at least two more. A state is
-    pruned by its lower bound: the latency of these collectives, and the bytes of `least_traffic`.
+    pruned by its lower bound: the latency of these collectives, and the bytes of `_least_traffic`.
     """
 
     def __init__(
@@ -249,9 +249,37 @@ class _Search:
         """Lower bound of the seconds on the wire from ``state`` on; DONE if nothing must be sent."""
         found = self.wires.get(state)
         if found is None:
-            traffic = least_traffic(state, self.after) * self.itemsize
+            traffic = _least_traffic(state, self.after) * self.itemsize
             found = self.wires[state] = DONE if _slices(state, self.after) else traffic * self.per_byte
         return found
+
+
+def _least_traffic(before: Sharding, after: Sharding) -> float:
+    """Lower bound of the elements that the busiest rank sends or receives, for any steps.
+
+    Without a reduction: the elements that a rank needs and does not hold. Summing `parts` values on one rank takes
+    `parts - 1` transfers, and each further rank that needs the sum takes one more. A rank also sends all elements that
+    it holds and does not keep.
+    """
+    sizes = before.mesh_shape
+    last = tuple(size - 1 for size in sizes)
+    boxes = [(before.box(each), after.box(each)) for each in ((0,) * len(sizes), last)]
+    kept = [numel(shared) if (shared := intersection(*both)) else 0 for both in boxes]
+    if before.partial == after.partial:
+        return max(numel(needed) - own for (_, needed), own in zip(boxes, kept, strict=True))
+    parts = owners = ranks = 1
+    copied = False
+    for size, op, op_after, dim, dim_after in zip(
+        sizes, before.partial, after.partial, before.tensor_dims, after.tensor_dims, strict=True
+    ):
+        if op_after is not None:
+            continue  # each index of a mesh dim that stays partial is like a tensor by itself
+        ranks *= size
+        parts *= size if op is not None else 1
+        owners *= size if dim_after is None else 1
+        copied |= op is None and dim is None and size > 1
+    mean = math.prod(before.shape) * (parts + owners - 2) / ranks
+    return mean if copied else max(mean, *(numel(held) - own for (held, _), own in zip(boxes, kept, strict=True)))
 
 
 def _dominated(cost: PlanCost, others: list[PlanCost]) -> bool:

@@ -1,11 +1,12 @@
 """Pieces that ranks exchange in steps of any kind, even or not, and for any order of the group's ranks.
 
-A piece is a box of the tensor. Pieces are sent flat, one after the other.
+A piece is a box of the tensor. Pieces are sent flat, one after the other. Parts of a reduction are added up on arrival.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -15,12 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fusedcomm.redistribution.reductions import reduced
 from fusedcomm.redistribution.sharding import Box, Coordinate, intersection, numel
 from fusedcomm.redistribution.steps import ALL_GATHER, Step, tails
 
 Shape = tuple[int, ...]
 Part = tuple[tuple[int, int, int], ...]  # (dim, start, length) for the dims that are cut
+_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 @dataclass(frozen=True)
@@ -130,15 +136,10 @@ def send_padded(tensor: Tensor, layout: Pieces) -> Tensor:
     return found.view(-1)
 
 
-def receive_padded(received: Tensor, shape: Shape) -> Tensor:
-    """The result, a view of ``received``."""
-    return _window(received, 0, shape)
-
-
 def receive(received: Tensor, layout: Pieces, step: Step) -> Tensor:
     """``received`` may be in flight if ``layout.start`` is not None: then the result is a view of it."""
     if layout.start is not None:
-        return _window(received, layout.start, layout.shape)
+        return window(received, layout.start, layout.shape)
     if not layout.ranks or 0 in layout.shape:
         return received.new_empty(layout.shape)
     spaces = received.split(layout.received_lengths)
@@ -152,11 +153,34 @@ def _joined(spaces: tuple[Tensor, ...], layout: Pieces, ranks: Any, dim: int) ->
     if isinstance(ranks, int):
         shape = layout.received[ranks]
         assert shape is not None
-        return _window(spaces[ranks], 0, shape)
+        return window(spaces[ranks], 0, shape)
     found = [_joined(spaces, layout, inner, dim + 1) for inner in ranks]
     return torch.cat(found, dim) if len(found) > 1 else found[0]
 
 
-def _window(flat: Tensor, start: int, shape: Shape) -> Tensor:
+def window(flat: Tensor, start: int, shape: Shape) -> Tensor:
     length = math.prod(shape)
     return (flat if length == flat.shape[0] else flat.narrow(0, start, length)).view(shape)
+
+
+def reduced(parts: list[Tensor], op: str, divisor: int) -> Tensor:
+    """The parts reduced one after the other, in their order; float16 and bfloat16 are rounded once, at the end.
+
+    Parts are divided before they are added, as their sum might overflow where the average does not.
+    """
+    dtype = wide = parts[0].dtype
+    if op in ("sum", "product") and dtype in (torch.float16, torch.bfloat16):
+        wide = torch.float32
+    total = averaged(parts[0].to(wide), divisor)
+    for part in parts[1:]:
+        total = _OPS[op](total, averaged(part.to(wide), divisor))
+    return total.to(dtype)
+
+
+def averaged(total: Tensor, divisor: int) -> Tensor:
+    """``total / divisor``, where whole numbers are rounded towards 0."""
+    if divisor == 1:
+        return total
+    if total.is_floating_point() or total.is_complex():
+        return total / divisor
+    return torch.div(total, divisor, rounding_mode="trunc")

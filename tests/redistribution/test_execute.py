@@ -13,7 +13,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fusedcomm
-from fusedcomm.redistribution import reductions, steps
+from fusedcomm.redistribution import steps, uneven
 from fusedcomm.redistribution.steps import Step
 from tests.helpers import redistribution_world as world
 from tests.redistribution.test_redistribute import S0, P, R, Ranks, mesh_of
@@ -27,8 +27,8 @@ def one_step(ranks: int, before: str, after: int | None) -> Step:
 
 
 def test_whole_numbers_are_averaged_towards_zero() -> None:
-    assert torch.equal(reductions.averaged(torch.tensor([7, -7]), 2), torch.tensor([3, -3]))
-    assert torch.equal(reductions.averaged(torch.tensor([7.0]), 2), torch.tensor([3.5]))
+    assert torch.equal(uneven.averaged(torch.tensor([7, -7]), 2), torch.tensor([3, -3]))
+    assert torch.equal(uneven.averaged(torch.tensor([7.0]), 2), torch.tensor([3.5]))
 
 
 def uneven_sum(parts: list[float], dtype: torch.dtype, op: str = "sum") -> Tensor:
