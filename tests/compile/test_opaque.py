@@ -105,7 +105,7 @@ def test_a_program_that_returns_something_else_is_not_put_in_place(world: World)
     graph = traced(lambda x: torch.ops.somepackage.reduced(x, world.name(0)), (4, 3)).graph
     before = str(graph)
     with pytest.warns(UserWarning, match="must return what the op does"):
-        assert not opaque.expand(graph)
+        opaque.expand(graph)
     assert str(graph) == before
 
 

@@ -42,14 +42,11 @@ _FUSERS = {module.OP: module for module in (matmul_all_to_all, all_to_all_matmul
 _MAX_ROUNDS = 8
 
 
-def commute(graph: Graph, fuse: Sequence[str]) -> bool:
-    """Move exchanges of the graph where ops of ``fuse`` can then take their place, if all ranks do it alike.
-
-    Returns whether any moved.
-    """
+def commute(graph: Graph, fuse: Sequence[str]) -> None:
+    """Move exchanges of the graph where ops of ``fuse`` can then take their place, if all ranks do it alike."""
     kinds = {collectives.kind_of(node) for node in graph.nodes}
     if kinds.isdisjoint(("all_to_all", "all_gather")):
-        return False
+        return
     before = sequence.Sequence(graph)
     reasons: dict[str, str] = {}
     why_not: list[str] = []
@@ -62,11 +59,10 @@ def commute(graph: Graph, fuse: Sequence[str]) -> bool:
         if answer.kind == YES:
             replace_nodes(graph, moved, {node.name for node in graph.nodes})
         else:
-            found, why_not = None, [f"commute: {answer}"]
+            why_not = [f"commute: {answer}"]
     for start in collectives.find(graph, "all_to_all"):
         if start.name in reasons and (why_not or reasons[start.name]):
             start.meta[NOTE] = "; ".join(why_not) or f"commute: {reasons[start.name]}"
-    return found is not None
 
 
 def _find(

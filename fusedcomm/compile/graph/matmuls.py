@@ -21,7 +21,6 @@ from fusedcomm.plan.scaling import VALUES
 aten = torch.ops.aten
 
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-BATCHED = {aten.bmm.default, aten.baddbmm.default}
 SCALED = {aten._scaled_mm.default, aten._scaled_mm_v2.default}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -83,18 +83,17 @@ def _is_group(arg: Any) -> bool:
         return False
 
 
-def expand(graph: Graph) -> bool:
-    """Write out every registered custom op. Returns whether there was one."""
+def expand(graph: Graph) -> None:
+    """Write out every registered custom op."""
     found = [node for node in graph.nodes if name_of(node) in _programs]
-    if not found:
-        return False
-    rewriter = Rewriter(graph)
-    with held_outputs(graph):
-        written = [attempt("expand", _expand, rewriter, node) for node in found]
-    return any(written)
+    if found:
+        rewriter = Rewriter(graph)
+        with held_outputs(graph):
+            for node in found:
+                attempt("expand", _expand, rewriter, node)
 
 
-def _expand(rewriter: Rewriter, node: Node) -> bool:
+def _expand(rewriter: Rewriter, node: Node) -> None:
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     inputs = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Node)))
     program = _programs[str(name_of(node))]
@@ -119,7 +118,6 @@ def _expand(rewriter: Rewriter, node: Node) -> bool:
     else:
         for user in list(node.users):  # each takes one of the results
             replace_node(user, results[user.args[1]])
-    return True
 
 
 def _check_results(node: Node, got: Any) -> None:
