@@ -20,7 +20,8 @@ from fusedcomm import env
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.machine import RELEVANT
 from fusedcomm.ops import dispatch
-from fusedcomm.tools import doctor_checks, doctor_gpus, doctor_host, doctor_ranks, doctor_report, main
+from fusedcomm.tools import doctor as command
+from fusedcomm.tools import doctor_checks, doctor_gpus, doctor_host, doctor_ranks, main
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.tools.doctor_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_verdicts
 from tests.helpers.doctor_machines import UUID, canned, fake_nvml, rank_facts, shared
@@ -46,7 +47,7 @@ def levels(file: Path) -> dict[str, dict[str, str]]:
 
 def test_the_command_on_this_machine(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The command runs in ranks with Triton's interpreter, so it runs fusedcomm's kernels too."""
-    monkeypatch.setattr(doctor_report, "CheckRanks", shared(ranks))
+    monkeypatch.setattr(command, "CheckRanks", shared(ranks))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(doctor_gpus, "survey", doctor_gpus.Machine)
     code, out = doctor(0, tmp_path / "x")
@@ -111,7 +112,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(doctor_gpus, "survey", lambda: machine)
-    monkeypatch.setattr(doctor_report, "CheckRanks", canned(answers))
+    monkeypatch.setattr(command, "CheckRanks", canned(answers))
     return answers
 
 

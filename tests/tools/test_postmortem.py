@@ -17,8 +17,8 @@ from fusedcomm import tools
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.memory import dumps
 from fusedcomm.memory.departures import KILLED
-from fusedcomm.tools import dump_verdicts
-from fusedcomm.tools.dump_verdicts import Dump, RecordedCall, judge
+from fusedcomm.tools import postmortem
+from fusedcomm.tools.postmortem import Dump, RecordedCall, judge
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import HEADS
 from tests.helpers.waiting import wait_until
@@ -146,7 +146,7 @@ def test_a_rank_that_is_late(tmp_path: Path, capsys: pytest.CaptureFixture[str])
                 for rank in WORLD:
                     os.kill(pool.pid(rank), signal.SIGUSR1)
                 time.sleep(0.2)
-                last = [dump.calls[-1] for dump in dump_verdicts.read(tmp_path)[0] if dump.calls]
+                last = [dump.calls[-1] for dump in postmortem.read(tmp_path)[0] if dump.calls]
                 seen = unseen or any(each.waiting_for is not None for each in last[:2])
                 return seen and [(c.number, c.state) for c in last] == [(4, "running"), (4, "running"), (3, "done")]
 
