@@ -11,33 +11,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
+from typing import TypeAlias
 
 from fusedcomm.redistribution.sharding import Sharding
 from fusedcomm.redistribution.steps import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Step, step
 
-
-@dataclass(frozen=True)
-class _Change:
-    """A step in one mesh dim: the op that it ``reduces``, and the tensor dims that were ``left`` and are ``cut``."""
-
-    mesh_dim: int
-    step: Step
-    reduces: str | None
-    left: int | None
-    cut: int | None
-
-    def merges(self, other: _Change) -> bool:
-        kinds = (ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER)
-        mine, its = ((each.reduces, each.left, each.cut) for each in (self, other))
-        return self.step.kind in kinds and mine == its
+# In one mesh dim: the op that it reduces ("sum" for avg too), and the tensor dims that it cut before and cuts after
+_Change: TypeAlias = "tuple[str | None, int | None, int | None]"
 
 
 def steps_by_dim(before: Sharding, after: Sharding) -> tuple[Step, ...]:
-    return tuple(_merged(list(_changes(before, after))))
+    found: list[Step] = []
+    for (_, _, cut), changes in groupby(_changes(before, after), key=lambda change: change[1]):
+        run = [each for each, _ in changes]
+        together = step(run[0].before, run[-1].after) if _goes_together(run, cut) else None
+        found += run if together is None else [together]
+    return tuple(found)
 
 
-def _changes(before: Sharding, after: Sharding) -> Iterator[_Change]:
+def _changes(before: Sharding, after: Sharding) -> Iterator[tuple[Step, _Change]]:
     now = before
     if any(before.cuts):
         for i in _innermost_first(before):
@@ -95,29 +89,16 @@ def _moved(now: Sharding, after: Sharding, mesh_dim: int, dim: int | None) -> Sh
     return replace(now, cuts=cuts, partial=partial)
 
 
-def _change(now: Sharding, new: Sharding, mesh_dim: int) -> _Change:
+def _change(now: Sharding, new: Sharding, mesh_dim: int) -> tuple[Step, _Change]:
     found = step(now, new)
     assert found is not None, f"{now} -> {new}"
     op = now.partial[mesh_dim] if new.partial[mesh_dim] is None else None
-    return _Change(mesh_dim, found, "sum" if op == "avg" else op, now.tensor_dims[mesh_dim], new.tensor_dims[mesh_dim])
+    return found, ("sum" if op == "avg" else op, now.tensor_dims[mesh_dim], new.tensor_dims[mesh_dim])
 
 
-def _merged(changes: list[_Change]) -> Iterator[Step]:
-    start = 0
-    while start < len(changes):
-        stop = start + 1
-        while stop < len(changes) and changes[start].merges(changes[stop]):
-            stop += 1
-        run = changes[start:stop]
-        together = step(run[0].step.before, run[-1].step.after) if _goes_together(run) else None
-        yield from [together] if together else [each.step for each in run]
-        start = stop
-
-
-def _goes_together(run: list[_Change]) -> bool:
-    first = run[0]
-    if first.step.kind != REDUCE_SCATTER:
-        return True
-    assert first.cut is not None
-    group_size = math.prod(each.step.group_size for each in run)
-    return first.step.before.shape[first.cut] % group_size == 0
+def _goes_together(run: list[Step], cut: int | None) -> bool:
+    """Whether successive steps with the same change are one step; ``cut``: the tensor dim that they cut."""
+    first, group_size = run[0], math.prod(each.group_size for each in run)
+    if first.kind == REDUCE_SCATTER:
+        return cut is not None and first.before.shape[cut] % group_size == 0
+    return first.kind in (ALL_GATHER, ALL_REDUCE)

@@ -85,7 +85,7 @@ def plan_of(dtensor: DTensor, names: Sequence[str], dtype: torch.dtype | None) -
 
 def _kernel(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """The handler that DTensor calls for the op: it makes this rank's part by the plan."""
-    x, names, async_op, forward_dtype, _ = _arguments(*args, **kwargs)
+    x, names, async_op, forward_dtype, _, _ = args
     spec: Any = x._spec
     held: Tensor = x._local_tensor.detach()  # a DTensor that is made of a tensor that requires grad warns
     local = held
@@ -127,17 +127,6 @@ def _plan_of_part(
             f"{plan.before.shape} that is {plan.before}, got {tuple(local.shape)}"
         )
     return plan
-
-
-def _arguments(
-    x: DTensor,
-    placements: list[str],
-    async_op: bool = False,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-    version: str = "",
-) -> tuple[DTensor, list[str], bool, torch.dtype | None, torch.dtype | None]:
-    return x, placements, async_op, forward_dtype, backward_dtype
 
 
 def _target(spec: DTensorSpec, names: Sequence[str]) -> tuple[Placement, ...]:
@@ -219,7 +208,7 @@ _logged: set[str] = set()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: DTensor) -> None:
-    x, _, ctx.async_op, _, backward_dtype = _arguments(*inputs)
+    x, _, ctx.async_op, _, backward_dtype, _ = inputs
     ctx.placements, ctx.dtype = x.placements, x.dtype
     ctx.backward_dtype = backward_dtype or x.dtype
 

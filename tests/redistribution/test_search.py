@@ -308,7 +308,7 @@ def test_worse_plans_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that did not merge is worse than torch, which does."""
     monkeypatch.setattr(search, "plan", search.plan.__wrapped__)
     monkeypatch.setattr(search._Search, "fastest", lambda self: tuple(self.best.steps))
-    monkeypatch.setattr("fusedcomm.redistribution.by_dim._Change.merges", lambda *_: False)
+    monkeypatch.setattr("fusedcomm.redistribution.by_dim._goes_together", lambda *_: False)
     with mesh_of((2, 2)) as mesh:
         found = worse_than_torch(mesh, (16, 16), links((2, 2)), 1)
     assert any("('P', 'P') -> ('R', 'R')" in each for each in found)
