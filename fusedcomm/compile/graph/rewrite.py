@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -61,13 +61,7 @@ class Rewriter:
         args = tree_map(lambda a: self.size(a) if isinstance(a, sympy.Expr) else a, args)
         node = self.graph.call_function(target, args, kwargs)
         self.created.append(node)
-        fake_args, fake_kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = torch._guards.detect_fake_mode(fake_args)
-        if mode is None:
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
-        else:
-            with mode:
-                node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = computed(target, args, kwargs)
         if self._like is not None:
             node.meta.update({key: self._like.meta[key] for key in _INHERITED if key in self._like.meta})
         return node
@@ -134,6 +128,13 @@ class Rewriter:
 
     def _permute(self, node: Node, dims: list[int]) -> Node:
         return node if dims == sorted(dims) else self.call(aten.permute.default, node, dims)
+
+
+def computed(target: Any, args: Any, kwargs: Any) -> Any:
+    """The value of a call on nodes: fake tensors, where theirs are."""
+    args, kwargs = map_arg((args, kwargs), lambda n: n.meta["val"])
+    with torch._guards.detect_fake_mode((args, kwargs)) or nullcontext():
+        return target(*args, **kwargs)
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.layout import CannotFuse
-from fusedcomm.compile.graph.rewrite import STANDS_FOR, Rewriter
+from fusedcomm.compile.graph.rewrite import STANDS_FOR, Rewriter, computed
 
 aten = torch.ops.aten
 _READ_STRIDES = {  # copies first: others fail, or take other elements
@@ -64,14 +63,9 @@ def _strides(val: Any) -> list[Any]:
 
 
 def _computed(node: Node) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     # Inductor makes all views of a graph reshapes
-    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-    mode = torch._guards.detect_fake_mode((args, kwargs))
-    if mode is None:
-        return target(*args, **kwargs)
-    with mode:
-        return target(*args, **kwargs)
+    target = aten.reshape.default if node.target is aten.view.default else node.target
+    return computed(target, node.args, node.kwargs)
 
 
 def _from_copies(graph: Graph, node: Node, moved: list[Node], former: dict[Node, Any]) -> Any:

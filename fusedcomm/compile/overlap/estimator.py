@@ -19,6 +19,7 @@ Ranks must agree, or they order their collectives differently: see `Estimator.ag
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -26,7 +27,6 @@ import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,23 +105,12 @@ class Estimator:
             if not 0 <= ms < math.inf:  # NaN is not
                 raise ValueError(f"times[{name!r}] must be a finite number of ms, at least 0, got {ms}")
         intra, inter = _inductor_bandwidths()
-        self._set(
-            constants=_within(constants, intra),
-            ranks_per_node=ranks_per_node,
-            inter_bandwidth=1e9 * inter if inter else links.INTER_BANDWIDTH,
-            tf32=device_type == "cuda" and tf32_allowed(),
-            times={name: float(ms) for name, ms in (times or {}).items()},
-        )
-
-    def _set(
-        self, constants: Constants, ranks_per_node: int, inter_bandwidth: float, tf32: bool, times: dict[str, float]
-    ) -> None:
-        self.device_type = constants.device_type
-        self.constants = constants
+        self.device_type = device_type
+        self.constants = _within(constants, intra)
         self.ranks_per_node = ranks_per_node
-        self.inter_bandwidth = inter_bandwidth  # bytes per second
-        self.tf32 = tf32
-        self.times = times
+        self.inter_bandwidth = 1e9 * inter if inter else links.INTER_BANDWIDTH
+        self.tf32 = device_type == "cuda" and tf32_allowed()
+        self.times = {name: float(ms) for name, ms in (times or {}).items()}
 
     @staticmethod
     def of(graph: Graph) -> Estimator:
@@ -137,29 +126,18 @@ class Estimator:
 
     def digest(self) -> str:
         """Return a text, equal for Estimators with equal estimates."""
-        return self._digest
+        return hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Estimator) and self._digest == other._digest
+        return isinstance(other, Estimator) and self.digest() == other.digest()
 
     def __hash__(self) -> int:
-        return hash(self._digest)
-
-    @cached_property
-    def _digest(self) -> str:
-        return hashlib.sha256(json.dumps(self._facts, sort_keys=True).encode()).hexdigest()
+        return hash(self.digest())
 
     @property
     def _facts(self) -> dict[str, Any]:
         """All inputs of its estimates, as JSON."""
-        return {
-            "device_type": self.device_type,
-            "ranks_per_node": self.ranks_per_node,
-            "constants": self.constants.to_json(),
-            "inter_bandwidth": self.inter_bandwidth,
-            "tf32": self.tf32,
-            "times": self.times,
-        }
+        return vars(self) | {"constants": self.constants.to_json()}
 
     # costs of nodes
 
@@ -326,7 +304,7 @@ class Estimator:
         pg = _peers(group)
         if pg is None:
             return self
-        own = {"digest": self._digest}
+        own = {"digest": self.digest()}
         found = agree(_store(pg, "digest"), pg.rank(), pg.size(), own, what=WHAT)
         if len({fact["digest"] for fact in found}) == 1:
             return self
@@ -336,11 +314,8 @@ class Estimator:
             if len(set(values)) > 1:
                 raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
         merged = _median(facts)
-        same = object.__new__(Estimator)
-        same._set(
-            constants=Constants(**merged["constants"]),
-            **{name: merged[name] for name in ("ranks_per_node", "inter_bandwidth", "tf32", "times")},
-        )
+        same = copy.copy(self)
+        vars(same).update(merged, constants=Constants(**merged["constants"]))
         return same
 
 
