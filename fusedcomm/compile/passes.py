@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from fusedcomm.compile import inductor
 from fusedcomm.compile.commute import digests
 from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
 from fusedcomm.compile.commute.digests import Check
-from fusedcomm.compile.commute.prepare import copied, restore
+from fusedcomm.compile.commute.prepare import restore
 from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import breaks, collectives, opaque, sequence
@@ -137,7 +138,7 @@ class _Run:
 
     def _change_together(self) -> list[Check]:
         """Change the sequence of collectives, if all ranks do; returns the digests that they agreed to."""
-        graph, stock, before = self.graph, copied(self.graph), sequence.Sequence(self.graph)
+        graph, stock, before = self.graph, copy.deepcopy(self.graph), sequence.Sequence(self.graph)
         self._begin()
         why_not: list[str] = []
         digest = attempt("change", self._change, before, reasons=why_not)
@@ -199,7 +200,7 @@ class _Run:
         """
         reasons: list[str] = []
         for ops in (self.settings.fuse, ()):
-            stock = copied(self.graph)
+            stock = copy.deepcopy(self.graph)
             found = attempt("fuse", self._fused_and_settled, ops, reasons=reasons)
             if found is not None:
                 return self.together + found[0], found[1]

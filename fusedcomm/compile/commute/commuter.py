@@ -6,6 +6,7 @@ moves before them, or behind them, in the graph that holds forward and backward,
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from fusedcomm.compile.commute import cut_matmuls, digests, small
 from fusedcomm.compile.commute.backward import recompute_normed
 from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
-from fusedcomm.compile.commute.prepare import copied, prepared, replace_nodes
+from fusedcomm.compile.commute.prepare import prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
 from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all, wire
 from fusedcomm.compile.fuse.time_saved import seconds_left
@@ -140,7 +141,7 @@ class _Rounds:
         for _ in range(_MAX_ROUNDS):
             if not ways:
                 return None
-            moved = _Moved(copied(self.graph), self, ways)
+            moved = _Moved(copy.deepcopy(self.graph), self, ways)
             if not moved.losing:
                 return moved.graph
             ways = _otherwise(ways, moved.losing)
@@ -150,7 +151,7 @@ class _Rounds:
         """Number of an exchange not beside a matmul -> its way, if all matmuls may be cut."""
         with held_outputs(self.graph):
             found = [i for i, each in self.exchanges(self.graph).items() if not self.products(each.start)]
-        graph = copied(self.graph)
+        graph = copy.deepcopy(self.graph)
         with held_outputs(graph):
             exchanges = self.cut(graph, found, found)
             return {i: self._first_way(exchanges[i]) for i in found}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,21 +60,14 @@ class Mover:
         self.given: dict[Node, Node] = {}  # result of an exchange -> its operand
         self.created: dict[Node, None] = {}
         self._last: dict[Node, Node] = {}
-        self._exchanged: dict[tuple[Node, Place], Node] = {}
-        self._of_all: dict[Node, Node] = {}
-        self._spread: dict[tuple[Node, Place, Size], Node] = {}
-        self._parts: dict[Node, Node] = {}
+        # each is written once
+        self.exchanged, self.of_all = cache(self._exchange), cache(self._gather)
+        self.part_of_sum, self._along_blocks = cache(self._part_of_sum), cache(self._spread)
 
     # the two layouts
 
-    def exchanged(self, node: Node, place: Place) -> Node:
-        """``node`` exchanged; its blocks lie at ``place``."""
-        key = (node, place)
-        if key not in self._exchanged:
-            self._exchanged[key] = self._exchange(node, place)
-        return self._exchanged[key]
-
     def _exchange(self, node: Node, place: Place) -> Node:
+        """``node`` exchanged; its blocks lie at ``place``."""
         if node in self.given and self.places[node] == place:
             return self.given[node]
         if is_fill(node):
@@ -117,11 +111,8 @@ class Mover:
             repeated.meta[NORMED] = True
         return repeated
 
-    def _along_blocks(self, node: Node, place: Place, size: Size) -> Node:
+    def _spread(self, node: Node, place: Place, size: Size) -> Node:
         """A tensor without blocks, broadcast: each rank's part at its places along a dim of ``size``."""
-        key = (node, place, size)
-        if key in self._spread:
-            return self._spread[key]
         of_all, own, group_size, rewriter = self.of_all(node), shape(node), self.group_size, self.rewriter
         own = [1] * (-place.dim - len(own)) + own
         at = len(own) + place.dim
@@ -136,16 +127,10 @@ class Mover:
             parts = rewriter.call(aten.expand.default, parts, [*before, outer, group_size, place.inner, *behind])
             return rewriter.reshape(parts, [*before, size, *behind])
 
-        self._spread[key] = self._write(node, write)
-        return self._spread[key]
-
-    def of_all(self, node: Node) -> Node:
-        """[R, *shape]: ``node`` of every rank."""
-        if node not in self._of_all:
-            self._of_all[node] = self._gather(node)
-        return self._of_all[node]
+        return self._write(node, write)
 
     def _gather(self, node: Node) -> Node:
+        """[R, *shape]: ``node`` of every rank."""
         size = [self.group_size, *shape(node)]
         if is_fill(node):
             return self._write(node, lambda: self.rewriter.call(aten.expand.default, node, size))
@@ -198,15 +183,13 @@ class Mover:
         place = self.places.get(operand)
         return place is not None and place.dim in dims_argument(node)
 
-    def part_of_sum(self, node: Node) -> Node:
+    def _part_of_sum(self, node: Node) -> Node:
         """[R, *shape]: of a sum over blocks, the part of this rank's blocks, for every rank."""
-        if node not in self._parts:
-            (operand,) = tensors(node)
-            place = self.places[operand]
-            assert place is not None
-            exchanged = self.exchanged(operand, place)
-            self._parts[node] = self._write(node, lambda: self._sum(node, exchanged, place))
-        return self._parts[node]
+        (operand,) = tensors(node)
+        place = self.places[operand]
+        assert place is not None
+        exchanged = self.exchanged(operand, place)
+        return self._write(node, lambda: self._sum(node, exchanged, place))
 
     def _sum(self, node: Node, exchanged: Node, place: Place) -> Node:
         size, rewriter, dtype = shape(exchanged), self.rewriter, value(node).dtype

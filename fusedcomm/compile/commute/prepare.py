@@ -30,13 +30,6 @@ def prepared(graph: Graph) -> Graph:
     return new
 
 
-def copied(graph: Graph) -> Graph:
-    new = Graph()
-    new.output(new.graph_copy(graph, {}))
-    new.output_node().meta = dict(graph.output_node().meta)
-    return new
-
-
 def restore(graph: Graph, copy: Graph) -> None:
     """Give ``graph`` the nodes, and their names, that it had when ``copy`` was made."""
     replace_nodes(graph, copy, {node.name for node in copy.nodes})
