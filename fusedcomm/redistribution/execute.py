@@ -95,12 +95,7 @@ def _only_views(step: Step, coordinate: Coordinate, order: Order) -> bool:
 
 def _is_stacked(step: Step, order: Order) -> bool:
     """Whether equal blocks travel in row-major order, as `even` needs."""
-    return step.is_regular and order == _row_major(step.group_size)
-
-
-@lru_cache(maxsize=256)
-def _row_major(group_size: int) -> Order:
-    return tuple(range(group_size))
+    return step.is_regular and list(order) == sorted(order)
 
 
 _local_shape = lru_cache(maxsize=4096)(Sharding.local_shape)

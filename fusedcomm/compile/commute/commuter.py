@@ -120,11 +120,8 @@ def note_of(start: Node) -> str:
 
 def _groups(graph: Graph) -> list[str]:
     """The groups of the graph's exchanges, in order."""
-    found: dict[str, None] = {}
-    for start in collectives.find(graph, "all_to_all"):
-        if isinstance(start.args[3], str):
-            found[start.args[3]] = None
-    return list(found)
+    names = (start.args[3] for start in collectives.find(graph, "all_to_all"))
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 class _Rounds:

@@ -19,7 +19,7 @@ from torch.fx import Node
 from fusedcomm.compile.graph.layout import CannotFuse, Size, product, quotient, size_of
 from fusedcomm.compile.graph.matmuls import name_of
 from fusedcomm.compile.graph.split_cat import SPLITS, args_of
-from fusedcomm.compile.graph.views import CASTS, PERMUTES, RESHAPES, SAME
+from fusedcomm.compile.graph.views import CASTS, PERMUTES, RESHAPES, SAME, permutation
 
 aten = torch.ops.aten
 
@@ -163,13 +163,7 @@ def _broadcast(node: Node, operand: Node) -> Dims:
 
 def permuted(node: Node, operand: Node) -> Dims:
     ndim = len(shape(operand))
-    dims = list(range(ndim))
-    if node.target is aten.permute.default:
-        dims = [d % ndim for d in args_of(node)[1]]
-    elif ndim > 1:
-        a, b = args_of(node)[1:3] if node.target is aten.transpose.int else (0, 1)
-        dims[a], dims[b] = dims[b], dims[a]
-    return Dims(tuple(d - ndim for d in dims))
+    return Dims(tuple(d - ndim for d in permutation(node, ndim)))
 
 
 def _reduce(node: Node, operand: Node) -> Dims:

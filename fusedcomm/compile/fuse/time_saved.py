@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
-from torch.fx import Node
 
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import assumed, hint
@@ -70,9 +69,9 @@ def _num_bytes(collective: Collective, size: SizeOf) -> float:
 def _matmul(product: Product, constants: Constants, size: SizeOf) -> float:
     seconds, tf32 = 0.0, constants.device_type == "cuda" and tf32_allowed()
     for x, w in zip(product.xs, product.ws, strict=True):
-        *batches, m, k = map(size, _shape(x))
+        *batches, m, k = map(size, value(x).shape)
         dtype = dtype_name(value(x).dtype, tf32)
-        seconds += constants.matmul(dtype, math.prod(batches), m, k, size(_shape(w)[-1]))
+        seconds += constants.matmul(dtype, math.prod(batches), m, k, size(value(w).shape[-1]))
     return seconds
 
 
@@ -85,7 +84,3 @@ def _is_across(group_name: str) -> bool:
     """Whether the group is known to span hosts: there the exchange runs beside the matmul at best."""
     member = members.known_member(group_name, torch.device("cpu"))
     return member is not None and member.topology.across is not None
-
-
-def _shape(node: Node) -> torch.Size:
-    return value(node).shape

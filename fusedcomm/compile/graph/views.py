@@ -203,14 +203,18 @@ def advance(node: Node, layout: Layout) -> Layout:
         return layout.reshape(value(node).shape)
     if (join := join_of(node)) is not None:
         return join.layout(layout)
-    ndim = len(layout.dims)
-    dims = list(range(ndim))
+    return layout.permute(permutation(node, len(layout.dims)))
+
+
+def permutation(node: Node, ndim: int) -> list[int]:
+    """For each dim of the result of one of ``PERMUTES``, the dim of its operand."""
     if node.target is aten.permute.default:
-        dims = [d % ndim for d in args_of(node)[1]]
-    elif ndim > 1:
+        return [d % ndim for d in args_of(node)[1]]
+    dims = list(range(ndim))
+    if ndim > 1:
         a, b = args_of(node)[1:3] if node.target is aten.transpose.int else (0, 1)
         dims[a], dims[b] = dims[b], dims[a]
-    return layout.permute(dims)
+    return dims
 
 
 def path_back(node: Node, through_casts: bool) -> list[Node]:

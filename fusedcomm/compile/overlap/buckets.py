@@ -146,22 +146,18 @@ def _sent_bytes(member: Collective) -> float:
 
 
 def _start(rewriter: Rewriter, members: Sequence[Collective]) -> Node:
-    first = members[0]
-    num_ranks, group_name = first.group_size, first.group_name
+    first, num_ranks = members[0], members[0].group_size
     if first.kind in ("all_gather", "all_reduce"):
         sent = rewriter.call(aten.cat.default, [rewriter.reshape(each.sent, [_numel(each.sent)]) for each in members])
     else:
         blocks = [rewriter.reshape(each.sent, [num_ranks, _numel(each.sent) // num_ranks]) for each in members]
         sent = rewriter.call(aten.cat.default, blocks, 1)
-    if first.kind == "all_gather":
-        return rewriter.call(functional.all_gather_into_tensor.default, sent, num_ranks, group_name)
-    if first.kind == "all_reduce":
-        return rewriter.call(functional.all_reduce.default, sent, first.reduce_op, group_name)
-    if first.kind == "reduce_scatter":
+    _, *others = first.start.args
+    if first.kind == "all_to_all":
+        others[:2] = [[1] * num_ranks] * 2  # a row for each rank
+    elif first.kind == "reduce_scatter":
         sent = rewriter.reshape(sent, [value(sent).numel()])
-        return rewriter.call(functional.reduce_scatter_tensor.default, sent, first.reduce_op, num_ranks, group_name)
-    splits = [1] * num_ranks
-    return rewriter.call(functional.all_to_all_single.default, sent, splits, splits, group_name)
+    return rewriter.call(first.start.target, sent, *others)
 
 
 def _results(rewriter: Rewriter, members: Sequence[Collective], received: Node) -> list[Node]:
