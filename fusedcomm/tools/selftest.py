@@ -6,7 +6,7 @@ import argparse
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
@@ -20,15 +20,6 @@ from fusedcomm.tools.selftest_checks import CHECKS, CheckResult, run_check
 
 TIMEOUT_S = 300  # for one check, which ends by itself long before, with a finding
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
-
-
-@dataclass(frozen=True)
-class SelftestReport:
-    world_size: int
-    device: str
-    passed: bool
-    seconds: float
-    checks: list[CheckResult]
 
 
 def add_parser(commands: Any) -> None:
@@ -57,12 +48,15 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("selftest", str(error))
     if not world.is_rank_0():
         return 0  # rank 0's exit code is torchrun's
-    passed = all(result.status != "failed" for result in results)
-    report = SelftestReport(world_size, device_type, passed, time.monotonic() - start, results)
-    _print(report)
+    failed = [result.name for result in results if result.status == "failed"]
+    skipped, seconds = sum(result.status == "skipped" for result in results), time.monotonic() - start
+    out, verdict = console.stdout(), f"FAILED: {', '.join(failed)}" if failed else "nothing failed"
+    console.show(table(results), out)
+    out.print(f"{verdict}, {skipped} skipped; {world_size} ranks ({device_type}), {seconds:.0f} s")
     if args.json:
-        console.write_json(args.json, {**run_facts(), **asdict(report)})
-    return 0 if passed else 1
+        found = {"world_size": world_size, "device": device_type, "passed": not failed, "seconds": seconds}
+        console.write_json(args.json, {**run_facts(), **found, "checks": list(map(asdict, results))})
+    return 1 if failed else 0
 
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
@@ -80,16 +74,16 @@ def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:
         world.ranks(device_type, world_size, TIMEOUT_S) as call,
         console.progress(world.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
     ):
-        for check in CHECKS.values():
+        for name, (proves, _) in CHECKS.items():
             try:
-                result = call(_in_rank, check.name, device_type)
+                result = call(_in_rank, name, device_type)
             except (RankError, PeerError) as error:
-                results.append(CheckResult(check.name, check.proves, "failed", str(error)))
+                results.append(CheckResult(name, proves, "failed", str(error)))
                 break
             results += [] if result is None else [result]
             on_check(len(results))
-    left = list(CHECKS.values())[len(results) :] if world.is_rank_0() else []
-    return results + [CheckResult(each.name, each.proves, "skipped", "its ranks had ended") for each in left]
+    left = list(CHECKS.items())[len(results) :] if world.is_rank_0() else []
+    return results + [CheckResult(name, proves, "skipped", "its ranks had ended") for name, (proves, _) in left]
 
 
 def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
@@ -114,12 +108,3 @@ def table(checks: Sequence[CheckResult]) -> Table:
 
 def _status(check: CheckResult) -> Text:
     return Text(check.status, style=STYLES[check.status])
-
-
-def _print(report: SelftestReport) -> None:
-    out = console.stdout()
-    console.show(table(report.checks), out)
-    failed = [result.name for result in report.checks if result.status == "failed"]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "nothing failed"
-    skipped = sum(result.status == "skipped" for result in report.checks)
-    out.print(f"{verdict}, {skipped} skipped; {report.world_size} ranks ({report.device}), {report.seconds:.0f} s")

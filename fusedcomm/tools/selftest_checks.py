@@ -48,13 +48,6 @@ class Wrong(Exception):
 
 
 @dataclass(frozen=True)
-class SelftestCheck:
-    name: str
-    proves: str
-    run: Callable[[torch.device], str]  # returns its evidence; raises on a failure
-
-
-@dataclass(frozen=True)
 class CheckResult:
     """Equal on all ranks, but for the time."""
 
@@ -67,11 +60,11 @@ class CheckResult:
 
 def run_check(name: str, device: torch.device) -> CheckResult:
     """Run one check, in all ranks of WORLD. Raises PeerTimeoutError if a rank does not come to the vote."""
-    check, start = CHECKS[name], time.monotonic()
+    (proves, check), start = CHECKS[name], time.monotonic()
     vote: dict[str, Any] = {"status": "passed", "found": ""}
     with settings(TIMEOUT_S=str(WAIT_S)):
         try:
-            vote["found"] = check.run(device)
+            vote["found"] = check(device)
         except Skipped as reason:
             vote = {"status": "skipped", "found": str(reason)}
         except Wrong as error:
@@ -82,7 +75,7 @@ def run_check(name: str, device: torch.device) -> CheckResult:
     # The first failure is the cause: its consequences on other ranks came later.
     failed = [each for each in votes if each["status"] == "failed"]
     worst = min(failed, key=lambda each: each["at"]) if failed else votes[0]
-    return CheckResult(name, check.proves, worst["status"], worst["found"], time.monotonic() - start)
+    return CheckResult(name, proves, worst["status"], worst["found"], time.monotonic() - start)
 
 
 def settings(**env: str) -> AbstractContextManager[Any]:
@@ -328,20 +321,14 @@ def _vote_s() -> float:
     return 2 * WAIT_S + SLACK_S
 
 
-CHECKS = {
-    check.name: check
-    for check in (
-        SelftestCheck("plan", "all ranks plan every op alike", _check_plans),
-        *(
-            SelftestCheck(op, "result and gradients are those of one process, bit by bit", partial(_check_values, op))
-            for op in PROGRAMS
-        ),
-        SelftestCheck("proofs", "every algorithm passes the proof that comes before its first use", _check_proofs),
-        SelftestCheck("time-out", "a rank that does not call is named, in bounded time", _check_time_out),
-        SelftestCheck("mismatch", "ranks in different calls are all told", _check_mismatch),
-        SelftestCheck(
-            "fallback, memory", "a cap that is too small means that no workspace is used, and says so", _check_cap
-        ),
-        SelftestCheck("fallback, vote", "where one rank cannot, nobody does", _check_vote),
-    )
+VALUES = "result and gradients are those of one process, bit by bit"
+# By name: what it proves, and its run, which returns the evidence and raises on a failure
+CHECKS: dict[str, tuple[str, Callable[[torch.device], str]]] = {
+    "plan": ("all ranks plan every op alike", _check_plans),
+    **{op: (VALUES, partial(_check_values, op)) for op in PROGRAMS},
+    "proofs": ("every algorithm passes the proof that comes before its first use", _check_proofs),
+    "time-out": ("a rank that does not call is named, in bounded time", _check_time_out),
+    "mismatch": ("ranks in different calls are all told", _check_mismatch),
+    "fallback, memory": ("a cap that is too small means that no workspace is used, and says so", _check_cap),
+    "fallback, vote": ("where one rank cannot, nobody does", _check_vote),
 }
