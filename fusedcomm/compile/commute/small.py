@@ -11,7 +11,6 @@ from collections import defaultdict
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.commute.backward import depends_on_gradients
 from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMALL
 from fusedcomm.compile.commute.places import shape
@@ -50,6 +49,15 @@ def alike(graph: Graph, purpose: str) -> list[list[Node]]:
             found[node.target, str(others), dtype, level[node], node in backward].append(node)
             level[node] += 1
     return list(found.values())
+
+
+def depends_on_gradients(graph: Graph) -> set[Node]:
+    """The gradients of the outputs, and all that is computed from them."""
+    found = {node for node in graph.find_nodes(op="placeholder") if "tangents_" in node.name}
+    for node in graph.nodes:
+        if any(each in found for each in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _join(rewriter: Rewriter, starts: list[Node]) -> None:

@@ -40,6 +40,7 @@ from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
 from fusedcomm.compile.overlap.node_work import Work
 from fusedcomm.memory import group, members
+from fusedcomm.memory.group import store
 from fusedcomm.memory.topology import tf32_allowed
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.table import OPS
@@ -57,8 +58,6 @@ from fusedcomm.plan.cost.model import (
     estimate,
 )
 from fusedcomm.plan.geometry.exchange import Exchange
-
-WHAT = "fusedcomm agreement on estimates"
 
 
 class Estimator:
@@ -292,7 +291,7 @@ class Estimator:
     def agreed(self, group: Any = None) -> Estimator:
         """Return an Estimator equal on all ranks: of each number that differs, the median of the ranks that have it.
 
-        It is a collective; one small vote where nothing differs.
+        It is a collective.
 
         Args:
             group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
@@ -304,11 +303,10 @@ class Estimator:
         pg = _peers(group)
         if pg is None:
             return self
-        own = {"digest": self.digest()}
-        found = agree(_store(pg, "digest"), pg.rank(), pg.size(), own, what=WHAT)
-        if len({fact["digest"] for fact in found}) == 1:
+        what = "fusedcomm agreement on estimates"
+        facts = agree(store(pg, "estimates"), pg.rank(), pg.size(), self._facts, what=what)
+        if len({json.dumps(fact, sort_keys=True) for fact in facts}) == 1:
             return self
-        facts = agree(_store(pg, "numbers"), pg.rank(), pg.size(), self._facts, what=WHAT)
         for name in ("device_type", "ranks_per_node"):
             values = [fact[name] for fact in facts]
             if len(set(values)) > 1:
@@ -383,10 +381,6 @@ def _peers(of: Any) -> dist.ProcessGroup | None:
         return None
     pg = group.find(group.resolve(of)[1])
     return None if pg.size() == 1 or dist.get_backend(pg) == "fake" else pg
-
-
-def _store(pg: dist.ProcessGroup, purpose: str) -> dist.Store:
-    return group.store(pg, f"estimates/{purpose}")
 
 
 def _median(values: list[Any]) -> Any:
