@@ -27,8 +27,11 @@ LAYOUT_COPIES = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # at mo
 
 
 def saving_us(collective: Collective, products: Sequence[Product]) -> float:
-    constants = _constants(collective.group_name, value(collective.sent).device)
-    beside = constants.device_type != "cpu" or _is_across(collective.group_name)
+    device = value(collective.sent).device
+    member = members.known_member(collective.group_name, device)
+    constants = DEFAULTS.get(device.type, DEFAULTS["cuda"]) if member is None else constants_of(member)
+    # on CPUs at best in a group that is known to span hosts
+    beside = constants.device_type != "cpu" or (member is not None and member.topology.across is not None)
     return _saving(collective, products, constants, hint, beside) * 1e6
 
 
@@ -73,14 +76,3 @@ def _matmul(product: Product, constants: Constants, size: SizeOf) -> float:
         dtype = dtype_name(value(x).dtype, tf32)
         seconds += constants.matmul(dtype, math.prod(batches), m, k, size(value(w).shape[-1]))
     return seconds
-
-
-def _constants(group_name: str, device: torch.device) -> Constants:
-    member = members.known_member(group_name, device)
-    return DEFAULTS.get(device.type, DEFAULTS["cuda"]) if member is None else constants_of(member)
-
-
-def _is_across(group_name: str) -> bool:
-    """Whether the group is known to span hosts: there the exchange runs beside the matmul at best."""
-    member = members.known_member(group_name, torch.device("cpu"))
-    return member is not None and member.topology.across is not None

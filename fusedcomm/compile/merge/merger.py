@@ -76,7 +76,7 @@ class Merger:
         return result
 
     def _rewrite(self, start: Node, chain: Chain) -> bool:
-        num_fused = sum(self._can_fuse(each.start) for each in chain.collectives)
+        num_fused = self._num_fused(each.start for each in chain.collectives)
         old_users = list(chain.x.users)
         with self.rewriter.before(chain.collectives[-1].wait, like=start):
             made, result = _emit(self.rewriter, chain)
@@ -84,7 +84,9 @@ class Merger:
         for node in created[: created.index(list(made.values())[-1]) + 1]:
             start.prepend(node)  # keeps the first one's place among other collectives, as all ranks must
         chain.target.replace_all_uses_with(result)
-        if num_fused > 0 and self._num_fused(made.values(), chain.x, old_users) < num_fused:
+        with hidden_from(chain.x, old_users):
+            fewer = num_fused > 0 and self._num_fused(made.values()) < num_fused
+        if fewer:
             result.replace_all_uses_with(chain.target)
             for node in reversed(created):
                 self.graph.erase_node(node)
@@ -95,13 +97,8 @@ class Merger:
         erase_unused(chain.target)
         return True
 
-    def _num_fused(self, starts: Iterable[Node], x: Node, old_users: list[Node]) -> int:
-        """The number of merged collectives that can be fused once the old readers of x are gone."""
-        with hidden_from(x, old_users):
-            return sum(map(self._can_fuse, starts))
-
-    def _can_fuse(self, start: Node) -> bool:
-        return can_fuse(start, self.fuse_ops)
+    def _num_fused(self, starts: Iterable[Node]) -> int:
+        return sum(can_fuse(start, self.fuse_ops) for start in starts)
 
 
 def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:

@@ -166,11 +166,8 @@ def order_again(graph: Graph, estimator: Estimator) -> None:
 def _end_of_checks(nodes: Sequence[Node]) -> int:
     """The number of nodes up to the last `same_moves`: these checks come first."""
     asked = torch.ops.fusedcomm.same_moves.default
-    return 1 + max((i for i, node in enumerate(nodes) if asked in (node.target, *_targets_of(node.args))), default=-1)
-
-
-def _targets_of(args: Sequence[object]) -> list[object]:
-    return [each.target for each in args if isinstance(each, Node)]
+    found = (i for i, node in enumerate(nodes) if asked in {each.target for each in (node, *node.all_input_nodes)})
+    return 1 + max(found, default=-1)
 
 
 def _take_apart(graph: Graph, addmm: Node) -> None:
