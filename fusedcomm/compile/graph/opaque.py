@@ -51,17 +51,13 @@ def register(name: str, program: Callable[..., Any]) -> None:
 def registered() -> list[tuple[Any, ...]]:
     """For the cache key of compiled graphs: each program's name, defaults, code, and closure values."""
     return [
-        (name, program.__qualname__, program.__defaults__, _code(program.__code__), _enclosed(program))
-        for name, program in sorted(_programs.items())
+        (name, f.__qualname__, f.__defaults__, _code(f.__code__), [cell.cell_contents for cell in f.__closure__ or ()])
+        for name, f in sorted(_programs.items())
     ]
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
     return (code.co_code, code.co_names, *(_code(c) if isinstance(c, CodeType) else c for c in code.co_consts))
-
-
-def _enclosed(program: FunctionType) -> list[Any]:
-    return [cell.cell_contents for cell in program.__closure__ or ()]
 
 
 def name_of(node: Node) -> str | None:

@@ -31,7 +31,8 @@ def settle(graph: Graph) -> None:
             former[node] = node.meta.pop(STANDS_FOR)
         if not _is_recomputed(node):
             continue
-        moved = [each for each in node.all_input_nodes if _strides(former.get(each)) != _strides(_value(each, former))]
+        rewritten = [each for each in node.all_input_nodes if each in former]
+        moved = [each for each in rewritten if _strides(former[each]) != _strides(each.meta.get("val"))]
         if not moved:
             continue
         if node.target in _READ_STRIDES:
@@ -52,10 +53,6 @@ def _is_recomputed(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
-
-
-def _value(node: Node, former: dict[Node, Any]) -> Any:
-    return node.meta.get("val") if node in former else None
 
 
 def _strides(val: Any) -> list[Any]:
