@@ -71,19 +71,19 @@ def add_parser(commands: Any) -> None:
         epilog="example: fusedcomm bench ops --json result.json",
     )
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    common = _common_arguments()
+    arguments = _op_arguments()
     for name in (*PROGRAMS, "ops"):
         text = "all five ops" if name == "ops" else f"against {PROGRAMS[name].baseline_text}"
         describe = {"help": text, "description": f"Measures {name}, {text}, and prints a table. {EXIT_CODES}"}
         example = f"example: fusedcomm bench {name} -b 1M -e 64M --dtype bfloat16"
-        _add_op_arguments(what.add_parser(name, **describe, epilog=example, parents=[common]))
+        what.add_parser(name, **describe, epilog=example, parents=[arguments])
     for name, (module, text, options) in _OTHERS.items():
         describe = {"help": text, "description": f"Measures {text}, and prints tables. {EXIT_CODES}"}
         module.add_arguments(what.add_parser(name, **describe, epilog=f"example: fusedcomm bench {name} {options}"))
     parser.set_defaults(run=run)
 
 
-def _common_arguments() -> argparse.ArgumentParser:
+def _op_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     sizes = parser.add_argument_group("sizes in bytes (64K, 1M, 1G), as nccl-tests has them")
     sizes.add_argument(
@@ -108,10 +108,6 @@ def _common_arguments() -> argparse.ArgumentParser:
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, on GPUs only (default: call the ops)")
     console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
-    return parser
-
-
-def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
     shape = "x is [ROWS, K], w is [K, N]; can be repeated (default: four corners of few and many rows, K and N)"
     shapes = ("ROWS", "K", "N")
     parser.add_argument("--shape", nargs=3, type=console.positive, metavar=shapes, action="append", help=shape)
@@ -132,6 +128,7 @@ def _add_op_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="also write a trace of all ranks for Perfetto: the last size of each op"
     )
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         warmup=args.warmup,
         check=args.check,
         graph=args.graph,
-        algorithms=tuple(getattr(args, "algorithm", ())),
+        algorithms=tuple(args.algorithm),
     )
     results, code = BenchResults(), 0
     try:
@@ -166,15 +163,15 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return problem
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
-    if args.graph and "backward" in getattr(args, "direction", ()):
+    if args.graph and "backward" in args.direction:
         return "--graph captures a forward, alone or with its backward: got --pass backward"
-    if getattr(args, "scaled", None) is not None and args.direction != ["forward"]:
+    if args.scaled is not None and args.direction != ["forward"]:
         return f"--scaled ops have no gradients: got --pass {' '.join(args.direction)}"
     if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
         return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
     if problem := _too_small(args, device_type):
         return problem
-    if getattr(args, "shape", None) and args.minbytes:
+    if args.shape and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
     return console.not_writable(args, "json", "trace")
 
@@ -294,7 +291,7 @@ def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[OpR
 def _write(args: argparse.Namespace, options: Options, results: BenchResults) -> None:
     if args.json:
         console.write_json(args.json, report(args.what, options, results))
-    if getattr(args, "trace", None):
+    if args.trace:
         console.write_json(args.trace, trace.joined(list(results.traces.values())))
 
 
