@@ -119,7 +119,9 @@ def _enabled() -> Iterator[list[CompileReport]]:
 @contextlib.contextmanager
 def _printed(reports: list[CompileReport], json_file: Path | None) -> Iterator[None]:
     """Print the table of all reports at the end, however the script ends."""
-    signal.signal(signal.SIGTERM, _exit)  # torchrun ends all ranks when one has failed
+    signal.signal(
+        signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum)
+    )  # torchrun ends all ranks when one has failed
     try:
         yield
     finally:
@@ -152,7 +154,3 @@ def _print(lines: list[CollectiveReport]) -> None:
 def _fields(line: CollectiveReport) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(line) if field.name != "call"]
     return {**{name: getattr(line, name) for name in names}, "plan": line.plan}
-
-
-def _exit(signum: int, frame: object) -> None:
-    sys.exit(128 + signum)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
@@ -19,6 +18,7 @@ from fusedcomm.memory import group
 functional = torch.ops._c10d_functional
 POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 UNEVEN = "fusedcomm_uneven"  # in the metadata of a start: why it must stay as it is, or None; see `normalize`
+SPLITS = ("output_split_sizes", "input_split_sizes")
 WAITS = ("wait_tensor", "wait_tensors")  # torch 2.11 to 2.13 lack the second, which is for coalesced collectives
 
 # for each start: its kind, and the index of its group_name among the arguments
@@ -179,29 +179,23 @@ def has_parts_of_other_sizes(node: Node) -> bool:
     """
     if node.meta.get(UNEVEN) or argument_of(node, "rank") is not None:
         return True
-    splits = [*_given(node, "output_split_sizes"), *_given(node, "input_split_sizes")]
-    sizes = {size_of(split) for split in splits if isinstance(split, int | torch.SymInt)}
+    sizes = {size for name in SPLITS for size in _sizes(node, name)} - {None}
     return any(not getattr(size, "is_Symbol", False) for size in sizes) and (len(sizes) > 1 or 0 in sizes)
 
 
 def check_even_splits(start: Node, group_size: int) -> None:
     """Raises CannotFuse where the parts of an all_to_all are not known to be equal."""
     rows = value(argument_of(start, "input")).shape[0]
-    names = "output_split_sizes", "input_split_sizes"
-    received, sent = ([_size_of(split) for split in argument_of(start, name)] for name in names)
+    received, sent = (_sizes(start, name) for name in SPLITS)
+    if None in (*received, *sent):
+        raise CannotFuse("its splits are not known when the graph is compiled")
     for values in (received, sent):
         even = len(set(values)) == 1 and len(values) == group_size and values[0] * group_size == size_of(rows)
         if not even or 0 in values:  # all 0: it may be that this rank alone has no part
             raise CannotFuse(f"its splits are not known to be even: it sends {sent} and receives {received} rows")
 
 
-def _given(node: Node, name: str) -> list[Any]:
-    return [each.meta.get("val") if isinstance(each, Node) else each for each in argument_of(node, name) or ()]
-
-
-def _size_of(split: Any) -> Any:
-    if isinstance(split, Node):
-        split = split.meta["val"]
-    if isinstance(split, Tensor):
-        raise CannotFuse("its splits are not known when the graph is compiled")
-    return size_of(split)
+def _sizes(node: Node, name: str) -> list[Any]:
+    """The splits that an argument has; None for one that is not known when the graph is compiled."""
+    given = [each.meta.get("val") if isinstance(each, Node) else each for each in argument_of(node, name) or ()]
+    return [size_of(each) if isinstance(each, int | torch.SymInt) else None for each in given]

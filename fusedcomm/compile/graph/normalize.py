@@ -5,7 +5,6 @@ An exchange sends only each rank's part, R times less than a gather, and the oth
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,9 +13,9 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import UNEVEN, functional
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, quotient, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
-from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, split_dim
+from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, part, shape_of
 from fusedcomm.compile.graph.views import SAME, follow, value
 
 aten = torch.ops.aten
@@ -40,7 +39,7 @@ def find(graph: Graph, gathers: bool) -> list[Exchange]:
     """``gathers``: also find gathers followed by each rank's own part, as DTensor writes them on CPU meshes.
 
     On rank 0, a program in which every rank keeps part 0 has the same graph. So the gather and the part must come from
-    one call of the program (`from_one_call`), as they do in `DTensor.redistribute`. If this rank is in several groups
+    one call of the program (`_from_one_call`), as they do in `DTensor.redistribute`. If this rank is in several groups
     of that size, the part can be its own in another of them; such gathers stay, on all ranks of a mesh.
     """
     found = []
@@ -100,10 +99,10 @@ def _uneven(exchange: Exchange) -> str | None:
     cuts = [user for user in received.users if user.target is SLICE and args_of(user)[1:3] == (joined, 0)]
     sizes = {}
     for cut in cuts:
-        if from_one_call(exchange.start, cut):
+        if _from_one_call(exchange.start, cut):
             sizes[joined] = size_of(value(cut).shape[joined])
     whole = padded = size_of(value(sent).shape[divided])
-    while sent.target in (*SAME, aten.constant_pad_nd.default) and from_one_call(exchange.start, sent):
+    while sent.target in (*SAME, aten.constant_pad_nd.default) and _from_one_call(exchange.start, sent):
         amounts = args_of(sent)[1] if sent.target is aten.constant_pad_nd.default else ()
         whole -= sum(each for at, each in enumerate(amounts) if len(exchange.before.dims) - 1 - at // 2 == divided)
         sent = args_of(sent)[0]
@@ -140,17 +139,17 @@ def _of_gather(start: Node) -> Exchange | None:
     node, layout = follow(gather.wait, received)[-1]
     if len(node.users) != 1:
         return None
-    own = part_of(next(iter(node.users)), gather.group_size)
+    own = _own_part(next(iter(node.users)), gather.group_size)
     if own is None or own[2] != collectives.rank_in(gather.group_name) or _has_other_of_size(gather.group_name):
         return None
-    part, dim, _ = own
+    node, dim, _ = own
     blocks = layout.leading(dim, gather.group_size)
-    if blocks is sources or not from_one_call(start, part):
+    if blocks is sources or not _from_one_call(start, node):
         return None
-    return Exchange(gather.sent, blocks, sources, before, layout.without(blocks), part, start, gather.group_name)
+    return Exchange(gather.sent, blocks, sources, before, layout.without(blocks), node, start, gather.group_name)
 
 
-def from_one_call(a: Node, b: Node) -> bool:
+def _from_one_call(a: Node, b: Node) -> bool:
     """Whether both nodes come from the same node of the graph that dynamo traced, in the forward or the backward."""
     stacks = [node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [] for node in (a, b)]
     names = [[name for name, _ in stack] for stack in stacks]
@@ -164,18 +163,11 @@ def _has_other_of_size(group_name: str) -> bool:
     return any(len(members) == len(own) and set(members) != set(own) for members in ranks.values())
 
 
-def part_of(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
+def _own_part(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
     """(node, dim, index) of the used part, if it is a single one of num_parts equal parts."""
-    if user.target in SPLITS and len(user.users) == 1 and len(user.meta["val"]) == num_parts:
-        part = next(iter(user.users))
-        dim = split_dim(user)
-        if part.target is operator.getitem and len({size_of(p.shape[dim]) for p in user.meta["val"]}) == 1:
-            return part, dim, args_of(part)[1]
-    if user.target is SLICE and len(user.args) == 4:
-        x, dim, begin, end = args_of(user)
-        size = size_of(value(x).shape[dim])
-        if isinstance(begin, int) and isinstance(end, int) and isinstance(size, int) and size % num_parts == 0:
-            index, rest = divmod(begin, size // num_parts)
-            if rest == 0 and min(end, size) - begin == size // num_parts:
-                return user, dim % value(x).ndim, index
-    return None
+    nodes = list(user.users) if user.target in SPLITS else [user]
+    place = part(nodes[0]) if len(nodes) == 1 else None
+    if place is None or place.picked or place.size * num_parts != shape_of(place.origin)[place.dim]:
+        return None
+    index = quotient(place.begin, place.size)
+    return (nodes[0], place.dim, index) if isinstance(index, int) else None
