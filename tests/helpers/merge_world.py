@@ -98,8 +98,7 @@ def sent(graph: Graph, world: World) -> list[tuple[str, tuple[int, ...], float]]
     found = []
     for node in graph.nodes:
         if node.target in STARTS:
-            kind, at = STARTS[node.target]
-            group = world.flat.named(node.args[at])
+            kind, group = STARTS[node.target], world.flat.named(node.args[-1])
             num_ranks = math.prod(world.flat.sizes[d] for d in group.dims)
             numel = node.args[0].meta["val"].numel()
             others = {"all_gather": num_ranks - 1, "all_reduce": 2 * (num_ranks - 1) / num_ranks}
@@ -137,8 +136,7 @@ def simulate(graph: Graph, world: World, inputs: Sequence[Sequence[Tensor]]) -> 
 
 
 def _exchanged(node: Any, world: World, given: list[Tensor]) -> list[Tensor]:
-    kind, at = STARTS[node.target]
-    group = world.flat.named(node.args[at])
+    kind, group = STARTS[node.target], world.flat.named(node.args[-1])
     reduce_op = str(node.args[1])
     results = list(given)
     for ranks in world.members(group.dims):

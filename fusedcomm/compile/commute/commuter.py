@@ -314,7 +314,7 @@ class _Moved:
 
 def _latency(start: Node) -> float:
     device_type = value(start).device.type
-    return DEFAULTS.get(device_type, DEFAULTS["cuda"]).backend_latency[collectives.STARTS[start.target][0]]  # type: ignore[index]
+    return DEFAULTS.get(device_type, DEFAULTS["cuda"]).backend_latency[collectives.STARTS[start.target]]  # type: ignore[index]
 
 
 def _otherwise(ways: dict[int, str], losing: int) -> dict[int, str]:

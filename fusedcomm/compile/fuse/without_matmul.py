@@ -26,20 +26,13 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
 
     What it refuses follows from what is sent, as on all ranks, and not from what stands beside it on this one.
     """
-    kind, sent = collectives.STARTS[start.target][0], argument_of(start, "input")  # type: ignore[index]
-    dtype, reduce_op, group_name = value(sent).dtype, argument_of(start, "reduce_op"), argument_of(start, "group_name")
+    kind, sent = collectives.STARTS[start.target], argument_of(start, "input")  # type: ignore[index]
+    dtype, reduce_op = value(sent).dtype, argument_of(start, "reduce_op")
     if dtype not in (*DTYPES, *(BYTES if reduce_op is None else ())):
         raise CannotFuse(f"no op sends {dtype}")
     if reduce_op not in (None, *REDUCE_OPS):
         raise CannotFuse(f"reduce_op must be sum or avg, got {reduce_op}")
-    if not isinstance(group_name, str):
-        raise CannotFuse("its group is not known when the graph is compiled")
-    group_size = collectives.size_of_group(group_name)
-    if group_size == 1:
-        raise CannotFuse("its group has one rank: nothing is exchanged")
-    if kind == "all_to_all":
-        collectives.check_even_splits(start, group_size)
-    others = (group_size, group_name, wire.of(start))
+    others = (*collectives.group_of(start), wire.of(start))
     with rewriter.before(start, like=start):
         x = sent if value(sent).ndim else rewriter.reshape(sent, [1])
         x = rewriter.viewed(x, VALUES[0]) if dtype == torch.uint8 else x

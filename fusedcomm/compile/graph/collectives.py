@@ -21,12 +21,11 @@ UNEVEN = "fusedcomm_uneven"  # in the metadata of a start: why it must stay as i
 SPLITS = ("output_split_sizes", "input_split_sizes")
 WAITS = ("wait_tensor", "wait_tensors")  # torch 2.11 to 2.13 lack the second, which is for coalesced collectives
 
-# for each start: its kind, and the index of its group_name among the arguments
 STARTS = {
-    functional.all_to_all_single.default: ("all_to_all", 3),
-    functional.all_gather_into_tensor.default: ("all_gather", 2),
-    functional.reduce_scatter_tensor.default: ("reduce_scatter", 3),
-    functional.all_reduce.default: ("all_reduce", 2),
+    functional.all_to_all_single.default: "all_to_all",
+    functional.all_gather_into_tensor.default: "all_gather",
+    functional.reduce_scatter_tensor.default: "reduce_scatter",
+    functional.all_reduce.default: "all_reduce",
 }
 
 
@@ -62,7 +61,7 @@ def kind_of(node: Node) -> str | None:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     if node.target in STARTS:
-        return STARTS[node.target][0]
+        return STARTS[node.target]
     namespace, name = node.target._schema.name.split("::")
     if name == "shard_dim_alltoall" and namespace == "_dtensor":
         return "all_to_all"
@@ -94,7 +93,7 @@ def _index_of(target: torch._ops.OpOverload, name: str) -> int | None:
 def find(graph: Graph, kind: str) -> list[Node]:
     return [
         node
-        for target, (name, _) in STARTS.items()
+        for target, name in STARTS.items()
         if name == kind
         for node in graph.find_nodes(op="call_function", target=target)
     ]
@@ -102,7 +101,7 @@ def find(graph: Graph, kind: str) -> list[Node]:
 
 def read(start: Node) -> Collective:
     """The collective of this start. Raises CannotFuse where no op of fusedcomm could replace it."""
-    kind, at = STARTS[start.target]  # type: ignore[index]
+    kind = STARTS[start.target]  # type: ignore[index]
     if reason := start.meta.get(UNEVEN):
         raise CannotFuse(reason)
     if start.kwargs:
@@ -110,16 +109,20 @@ def read(start: Node) -> Collective:
     users = list(start.users)
     if len(users) != 1 or users[0].target is not functional.wait_tensor.default:
         raise CannotFuse("its result is not waited for by one wait_tensor")
-    group_name = start.args[at]
+    return Collective(kind, start, users[0], *group_of(start), argument_of(start, "reduce_op"))
+
+
+def group_of(start: Node) -> tuple[int, str]:
+    """Returns (group_size, group_name). Raises CannotFuse where nothing, or not alike to all ranks, is sent."""
+    group_name = argument_of(start, "group_name")
     if not isinstance(group_name, str):
         raise CannotFuse("its group is not known when the graph is compiled")
     group_size = size_of_group(group_name)
     if group_size == 1:
         raise CannotFuse("its group has one rank: nothing is exchanged")
-    if kind == "all_to_all":
-        check_even_splits(start, group_size)
-    reduce_op = start.args[1] if kind in ("reduce_scatter", "all_reduce") else None
-    return Collective(kind, start, users[0], group_size, group_name, reduce_op)  # type: ignore[arg-type]
+    if kind_of(start) == "all_to_all":
+        _check_even_splits(start, group_size)
+    return group_size, group_name
 
 
 def communicates(node: Node) -> bool:
@@ -183,7 +186,7 @@ def has_parts_of_other_sizes(node: Node) -> bool:
     return any(not getattr(size, "is_Symbol", False) for size in sizes) and (len(sizes) > 1 or 0 in sizes)
 
 
-def check_even_splits(start: Node, group_size: int) -> None:
+def _check_even_splits(start: Node, group_size: int) -> None:
     """Raises CannotFuse where the parts of an all_to_all are not known to be equal."""
     rows = value(argument_of(start, "input")).shape[0]
     received, sent = (_sizes(start, name) for name in SPLITS)

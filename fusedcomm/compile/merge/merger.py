@@ -195,10 +195,7 @@ def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: 
 
 
 def _is_over(node: Node, mesh: FlattenedMesh) -> bool:
-    if node.op != "call_function" or node.target not in collectives.STARTS:
-        return False
-    at = collectives.STARTS[node.target][1]
-    name = node.args[at] if at < len(node.args) else None
+    name = collectives.argument_of(node, "group_name") if node.target in collectives.STARTS else None
     return isinstance(name, str) and mesh.named(name) is not None
 
 

@@ -26,7 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import normalize
-from fusedcomm.compile.graph.collectives import STARTS, functional
+from fusedcomm.compile.graph.collectives import argument_of, functional
 from fusedcomm.compile.graph.effects import differs_by_rank
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.sequence import communicating
@@ -278,8 +278,8 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
     def reject(start: Node) -> str | None:
         if start.name in plan.estimator.times:
             return "its time is the user's own"
-        group_name = start.args[STARTS[start.target][1]]  # type: ignore[index]
-        return None if plan.estimator.can_fuse(str(group_name)) else "its group is not known"
+        is_known = plan.estimator.can_fuse(str(argument_of(start, "group_name")))
+        return None if is_known else "its group is not known"
 
     compute_ms = {node.name: cost.compute_ms for node, cost in zip(plan.program.nodes, plan.program.costs, strict=True)}
     told: dict[str, str] = {}
