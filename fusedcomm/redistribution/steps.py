@@ -89,11 +89,8 @@ class Step:
 
     def members(self, coordinate: Coordinate) -> list[Coordinate]:
         """The coordinates of the ranks in that rank's group, in row-major order."""
-        return [self._with(coordinate, index) for index in product(*map(range, self.group_shape))]
-
-    def _with(self, coordinate: Coordinate, index: tuple[int, ...]) -> Coordinate:
-        changed = dict(zip(self.mesh_dims, index, strict=True))
-        return tuple(changed.get(i, c) for i, c in enumerate(coordinate))
+        places = [range(self.before.mesh_shape[i]) if i in self.mesh_dims else [c] for i, c in enumerate(coordinate)]
+        return list(product(*places))
 
     def given(self, coordinate: Coordinate) -> Box:
         """The part of this rank's box that its group needs, if all need the same (gather, reduce)."""

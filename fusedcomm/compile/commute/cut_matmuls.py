@@ -92,11 +92,6 @@ def _joined(parts: Sequence[Part]) -> Part:
     return Part(nodes, parts[0].begin, sum(part.width for part in parts))
 
 
-def _is_last(node: Node, dim: int = 0, *_: object) -> bool:
-    ndim = len(shape(node))
-    return dim % ndim == ndim - 1
-
-
 def _keeps_features(node: Node, like: Node) -> bool:
     return node.target in VIEWS and shape(node)[-1:] == shape(like)[-1:] and node.args[0] is like
 
@@ -106,10 +101,9 @@ def _keeps_features(node: Node, like: Node) -> bool:
 
 def _cut_readers(rewriter: Rewriter, cat: Node, behind: set[Node]) -> None:
     """Cut the matmuls that read ``cat``."""
-    groups = []
-    if _is_last(cat, *args_of(cat)[1:]):
-        groups = _groups([Part((part,), 0, shape(part)[-1]) for part in args_of(cat)[0]], behind)
-    if len(groups) < 2:
+    joined, dim, *_ = (*args_of(cat), 0)
+    groups = _groups([Part((part,), 0, shape(part)[-1]) for part in joined], behind)
+    if len(groups) < 2 or dim not in (-1, len(shape(cat)) - 1):
         return
     views = [cat, *(user for user in cat.users if _keeps_features(user, cat))]
     turned = [user for view in views for user in view.users if _is_transpose(user)]
