@@ -1,7 +1,5 @@
 """Adds fusedcomm's passes to Inductor's custom passes, beside other packages' passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch._inductor.compile_fx as compile_fx_module

@@ -1,7 +1,5 @@
 """All passes over one graph, as one pass of Inductor's, with a line of the report per collective."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence

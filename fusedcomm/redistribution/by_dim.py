@@ -7,8 +7,6 @@ where they gather, reduce or scatter the same tensor dim alike. Exchanges are ne
 uneven shards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Mesh dims become dims of the tensor, then it is permuted: one pass over the data, or none.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

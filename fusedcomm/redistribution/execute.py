@@ -4,8 +4,6 @@ The ranks of a process group are sorted, while the members of a step's group are
 ``order`` has, for each rank of the process group, its row-major index as a member.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

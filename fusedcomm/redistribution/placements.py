@@ -6,8 +6,6 @@ S(1, 4)    _StridedShard(1, split_factor=4): later mesh dims, of together 4 rank
 P(sum)     Partial("sum"); max, min, product, avg
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ less than one per mesh dim. All groups of the same mesh dims count as slow as th
 all of them plan alike.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

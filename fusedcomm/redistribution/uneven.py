@@ -3,8 +3,6 @@
 A piece is a box of the tensor. Pieces are sent flat, one after the other. Parts of a reduction are added up on arrival.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

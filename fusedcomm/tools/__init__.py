@@ -1,7 +1,5 @@
 """The ``fusedcomm`` command."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import signal

@@ -1,7 +1,5 @@
 """``fusedcomm bench``: the ops on this machine, over sizes. Columns: docs/benchmark.md."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """``fusedcomm cache``: compiled kernels in Triton's cache, and this machine's tuned numbers."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

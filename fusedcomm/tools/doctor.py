@@ -1,7 +1,5 @@
 """``fusedcomm doctor``: this machine's versions and GPUs, their faults, and the algorithms that will be used."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

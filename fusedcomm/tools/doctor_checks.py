@@ -1,7 +1,5 @@
 """Functional checks: each in processes of its own, with a deadline. A hang or a crash is a finding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

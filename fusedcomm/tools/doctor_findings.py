@@ -1,7 +1,5 @@
 """A finding of the doctor, with its advice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The machine's GPUs and the NVLinks between them, by NVML through pynvml, or by a test's stand-in."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import itertools

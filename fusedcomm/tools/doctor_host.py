@@ -1,7 +1,5 @@
 """This host's versions, limits, cache directory and environment variables, and their faults."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Facts that the ranks of a group know only together: differences between them, and the planner's verdicts."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """``fusedcomm postmortem``: the ranks of a hung or failed run that are behind, their ops and their waits."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

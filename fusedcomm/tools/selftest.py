@@ -1,7 +1,5 @@
 """``fusedcomm selftest``: whether an installed fusedcomm keeps its promises on this machine."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time

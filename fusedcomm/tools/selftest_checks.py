@@ -4,8 +4,6 @@ All ranks of WORLD run a check alike, on groups of its own, and vote on its outc
 failed on all. Nothing here kills a rank, so the ranks can be anybody's.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

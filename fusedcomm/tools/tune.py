@@ -1,7 +1,5 @@
 """``fusedcomm tune``: measures the numbers that the planner estimates with, and keeps them for the user's programs."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

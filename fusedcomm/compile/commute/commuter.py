@@ -4,8 +4,6 @@ Models put norms, rotary embeddings, and several streams of tokens between a pro
 moves before them, or behind them, in the graph that holds forward and backward, so that both are fused later.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator

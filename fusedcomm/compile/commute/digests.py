@@ -5,8 +5,6 @@ the same on all ranks. A rank sees its own graph alone when it compiles, so grap
 sizes known at the call.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Mean and variance over an exchanged dim, written as sums: sums can move."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

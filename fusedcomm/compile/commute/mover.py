@@ -8,8 +8,6 @@ A tensor without blocks, as a table of angles per token, is needed from every ra
 rank order, and is then broadcast along the blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

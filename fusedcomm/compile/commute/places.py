@@ -5,8 +5,6 @@ the place of block s. An op acts on each block alone if no output element depend
 rotary embeddings, activations, sums of such. It gives the same before and after the exchange.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A copy of a graph to move exchanges in: equal nodes are one, and obstacles are rewritten."""
 
-from __future__ import annotations
-
 import torch
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import Graph, Node

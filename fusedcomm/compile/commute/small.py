@@ -3,8 +3,6 @@
 A collective of a few kilobytes takes its latency, so several cost several times as much as one.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """all_gather -> views -> matmuls becomes one fusedcomm::all_gather_matmul; other readers get its by-product."""
 
-from __future__ import annotations
-
 from torch.fx import Node
 
 from fusedcomm.compile.fuse import match_gather

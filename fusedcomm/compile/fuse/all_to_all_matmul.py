@@ -1,7 +1,5 @@
 """all_to_all_single -> views -> matmul becomes fusedcomm::all_to_all_matmul; other readers get its by-product."""
 
-from __future__ import annotations
-
 from torch.fx import Node
 
 from fusedcomm.compile.fuse import match_gather

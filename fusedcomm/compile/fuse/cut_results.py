@@ -1,7 +1,5 @@
 """(x @ w).split(...), with a collective for each part, becomes a matmul for each part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 

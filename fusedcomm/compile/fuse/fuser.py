@@ -1,7 +1,5 @@
 """Collectives that stand beside matmuls become ops of fusedcomm: find, match and rewrite, over one graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import ModuleType

@@ -5,8 +5,6 @@ matmul is long enough to hide it, and of the saved layout copies, with tuned num
 has them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """The argument `wire` of the ops in graphs: ranks whose ops stand for one collective understand each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch.fx import Node

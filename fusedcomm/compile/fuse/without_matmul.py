@@ -1,7 +1,5 @@
 """A collective without a matmul becomes the plain op of its kind, which peers that fuse theirs with one understand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Passes never break a program: a failure leaves the graph as it was."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

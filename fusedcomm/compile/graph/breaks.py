@@ -1,7 +1,5 @@
 """Where a graph break may keep a collective from its matmul: it then stands at an end of its graph."""
 
-from __future__ import annotations
-
 import torch
 from torch.fx import Graph, Node
 

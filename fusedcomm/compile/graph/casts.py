@@ -1,7 +1,5 @@
 """Chains of casts: whether one cast, from the first dtype to the last, gives the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

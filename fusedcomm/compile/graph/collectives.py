@@ -1,7 +1,5 @@
 """Functional collectives in a graph: a start, its wait, and their effect on a layout."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Side effects of nodes: writes to memory, random numbers, checks and prints."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Matmuls in a graph: their operands, and the layout of their result."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 An exchange sends only each rank's part, R times less than a gather, and the other passes know it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 on the graph of forward and backward before that is partitioned, and on each graph afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any

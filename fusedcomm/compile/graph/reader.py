@@ -1,7 +1,5 @@
 """Nodes as text that ranks compare: equal if they compute the same from tensors of equal sizes and dtypes."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Adds nodes to a graph, with the metadata that later passes need, and removes them on failure."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

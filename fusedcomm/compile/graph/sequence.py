@@ -4,8 +4,6 @@ Ranks compile apart, and their programs may differ. Their collectives must match
 reorders collectives happens on all ranks of a group, or on none.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Puts every node of a graph behind its inputs, after a rewrite."""
 
-from __future__ import annotations
-
 import heapq
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Parts of a tensor: results of splits, slices and picks along one dim."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass

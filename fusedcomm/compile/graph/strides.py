@@ -1,7 +1,5 @@
 """Strides behind a rewrite: Inductor computes them again after our passes, and some ops cannot take others."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

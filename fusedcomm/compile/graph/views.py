@@ -1,7 +1,5 @@
 """Chains of nodes that only rearrange or cast a tensor, between a matmul and a collective."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass

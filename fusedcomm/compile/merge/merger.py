@@ -5,8 +5,6 @@ groups exist already (`flattened_mesh`). In a chain, each next collective is the
 rearranged. Merged reductions add in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

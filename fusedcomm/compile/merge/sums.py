@@ -4,8 +4,6 @@ A layer under tensor parallelism makes such sums in its backward: the gradient o
 reduced once for each. If a and b are results of matmuls, one op of fusedcomm does both matmuls and their reduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ This pays where the compute stream waits for the link, and the tensors are so sm
 takes less than the latencies that are saved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -6,8 +6,6 @@ writes the same memory as its start: until the wait, the collective may still do
 Where peers have other graphs, all communication keeps the order of the program, common to all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch.fx import Node

@@ -12,8 +12,6 @@ Nodes left aside can run at any time: that leads back to the memory of the old o
 cannot be taken back, so their memory is checked against all of the old order that they pass.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Sequence

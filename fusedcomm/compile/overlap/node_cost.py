@@ -1,7 +1,5 @@
 """The cost of one node of a graph: time on the compute stream, and a transfer on a link beside it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -10,8 +10,6 @@ pointwise inputs, nor a matmul its epilogue, into its kernel. All other nodes re
 lookups in a table read as much as they write.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
