@@ -3,8 +3,6 @@
 Each function takes the short way where nothing needs a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

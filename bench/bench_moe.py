@@ -1,7 +1,5 @@
 """``fusedcomm bench moe``: a dispatch and a combine beside the program of all_to_all_single and sorts."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 

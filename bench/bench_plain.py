@@ -1,7 +1,5 @@
 """``fusedcomm bench plain``: the collectives without a matmul beside the process group's own, over sizes."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable

@@ -7,8 +7,6 @@ The goal of both on CPUs is half of today's tail, for the second above the matmu
 CUDA graph; that has never run.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Overheads and rates from times: lines through them, of errors that are relative."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A layer as Llama has it, whole or under the tensor parallel styles of torch or of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """An op at one size: every algorithm beside the baseline, the collective alone and the roof."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 [rows, K] @ [K, N] is the matmul of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 

@@ -10,8 +10,6 @@ cpu   CPU time, the backend's threads included, of a call of a rank that comes w
 Time between two calls is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """A barrier of all ranks that costs a signal and a wait for each peer, as the exchange of an op does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A figure is a ``value`` with a unit or a ``ratio``; ``low`` and ``high`` are P10
 Counts, settings and computed figures are left out.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The ops on float8 values: programs of today by torch._scaled_mm. All scales are 1, so that values stay exact."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

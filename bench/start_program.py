@@ -14,8 +14,6 @@ Each is compiled anew, with caches off. A ratio is the median of the ratios with
 bench/common.py explains the pages; a result is allocated by Inductor in compiled, by fusedcomm in op.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Rows of `fusedcomm bench` as a table, a summary and JSON. The columns are explained in docs/benchmark.md."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -4,8 +4,6 @@ Every rank has its threads, its GPU streams, and a process of its own with the l
 host clock's, shared by ranks of one host; between hosts they differ by as much as the clocks do.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import zlib

@@ -16,8 +16,6 @@ Each difference is the median over rounds of the differences within a round. Bes
 rounds drawn anew, the error of this run's gain. bench/common.py explains the pages.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Sequence

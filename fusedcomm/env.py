@@ -1,7 +1,5 @@
 """Every environment variable of fusedcomm, read when it is needed and never at import."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 compiled graphs from the package's sources.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

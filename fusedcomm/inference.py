@@ -5,8 +5,6 @@ them together, in the same order, and call them with the same number of rows. Th
 Where CUDA graphs will hold their calls, make them and warm them up inside `fusedcomm.before_capture`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

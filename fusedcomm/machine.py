@@ -1,7 +1,5 @@
 """The versions, the environment and the CPUs of this process. Nothing here touches a GPU."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import os

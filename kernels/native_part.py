@@ -2,8 +2,6 @@
 memory and prepared calls on CPUs.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch  # noqa: F401 it loads the libraries that the native part needs

@@ -1,7 +1,5 @@
 """The command: it runs the parts, prints each result as it comes, and sums up."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

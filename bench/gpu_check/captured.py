@@ -3,8 +3,6 @@
 A graph holds an odd number of calls: a replay that took slots by fixed addresses would read the wrong call.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

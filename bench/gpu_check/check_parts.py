@@ -1,7 +1,5 @@
 """The parts of both halves, in the order of their value."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

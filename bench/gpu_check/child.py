@@ -9,8 +9,6 @@ also runs by itself: ``python -m fusedcomm.bench.gpu_check.programs``. It report
     {"case": name, "ok": false, "error": ..., "traceback": ..., "poisoned": whether the CUDA context is lost}
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """A user's first commands, and the tests that need a GPU. The selftest needs several GPUs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

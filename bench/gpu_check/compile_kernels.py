@@ -4,8 +4,6 @@ The parts' own calls run on tensors without memory, under a driver that launches
 Triton's cache; a later case's result has the number that it compiled itself ("compiled").
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import time

@@ -1,7 +1,5 @@
 """Launches that compile their kernels for a GPU that need not be here, and launch nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

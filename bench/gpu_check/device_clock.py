@@ -1,7 +1,5 @@
 """Times of variants on one GPU: all in turn in each round, on a cold L2, without the time that the host takes."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ kept, and a new process goes on behind the case that ended the old one, while th
 touches the GPU, so nothing that happens there ends it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

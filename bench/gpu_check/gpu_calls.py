@@ -1,7 +1,5 @@
 """Calls of all ops: their inputs and expected results, and how a virtual rank runs them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The host's time for a call, beside torch.mm's: public calls in 2 processes that share one GPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A part fails by wrong values alone: `speeds` has the goals. `compile_kernels` makes the same problems on device "meta".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The GPU, its driver, and the versions and the commit that all other results are of."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -2,8 +2,6 @@
 vain) and of users' calls in 2 processes; and speed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

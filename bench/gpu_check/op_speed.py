@@ -5,8 +5,6 @@ gradient of x. There x is (16, 16192, 4096) and w (16, 4096, 8192) on each rank.
 has two rounds, and back to back each slot is used again.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ranks in processes of their own that share one device, over torch's symmetric memory and gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The argument: the number of ranks. They wait for each other on a GPU alone: on a CPU there is one.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

@@ -5,8 +5,6 @@ which the host launched their work. CUDA_DEVICE_MAX_CONNECTIONS says how many a 
 Megatron, 32 in the other parts. Virtual ranks would share the queues.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

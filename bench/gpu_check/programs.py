@@ -3,8 +3,6 @@
 Where ranks exchange anything outside of the ops, they do it on the host: gloo does not take all CUDA tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Results to be committed, bench/results/gpu-*.json, and regressions since the last of the same GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

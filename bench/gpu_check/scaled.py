@@ -4,8 +4,6 @@ Values are small positive integers, and scales powers of two: a float32 result i
 block of K is added up in the fewer bits of Hopper's float8 tensor cores.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

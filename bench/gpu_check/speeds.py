@@ -1,7 +1,5 @@
 """The table of speeds: the numbers of each row, by case, and their goals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

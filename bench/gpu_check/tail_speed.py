@@ -3,8 +3,6 @@ the all_reduce; and of a training step, by reduce_scatter. Ranks are virtual, so
 has its share of the SMs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

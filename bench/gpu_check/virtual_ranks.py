@@ -5,8 +5,6 @@ graphs     CUDA graphs: an odd number of `fused` calls is captured once and repl
 time-outs  a rank that never comes: it is named in time, the output is NaN, and the context lives
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from functools import partial

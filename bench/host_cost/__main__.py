@@ -8,8 +8,6 @@ Python, torch, Triton and this package; a real driver's part comes on top. Two r
 0.4 %. Microseconds are the least of many, and only a hint.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

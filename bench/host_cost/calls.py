@@ -5,8 +5,6 @@
 checks the work on streams, and times the calls; with ``count`` callgrind counts each. FILE: for JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """Work given to streams by each op and algorithm, on a device that is not the current one, on a user's stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress

@@ -1,7 +1,5 @@
 """This process as one rank of a group with pretended GPUs; make host-cost has prepared it."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import sys

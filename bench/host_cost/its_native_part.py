@@ -2,8 +2,6 @@
 none. That of the checkout is for another torch.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec

@@ -1,7 +1,5 @@
 """Work given to streams by ExpertParallel with a shared expert, forward and backward, under torch's own autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial

@@ -1,7 +1,5 @@
 """The common output of all commands: consoles, tables, progress, files."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A report's facts about its run: versions, machine, command, date and commit."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

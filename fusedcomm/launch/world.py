@@ -1,7 +1,5 @@
 """One function in all ranks of a world, which torchrun has started or this process starts."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -1,7 +1,5 @@
 """Copies by the host that do not wait for kernels."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

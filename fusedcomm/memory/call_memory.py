@@ -1,7 +1,5 @@
 """The memory of a rank's own calls, exchanged by the process group's collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

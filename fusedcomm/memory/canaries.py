@@ -8,8 +8,6 @@ call and in `synchronize`. It checks a result's guards after each round of the c
 slot or the result is not seen.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """CUDA graphs: whether one is captured, and the calls before it that allocate and load for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ A rank that ends says so on the store (`exits`), and so does one that destroys i
 (`members`). It cannot if it is killed, or ends by os._exit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -4,8 +4,6 @@
 long as it lets other threads run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

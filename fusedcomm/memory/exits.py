@@ -5,8 +5,6 @@ exit handlers registered later than this module's. If the group is destroyed bef
 data stay good. A rank that is killed, or ends by os._exit, tells nothing.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Process groups: from users' arguments to the (size, name) of ops, and key spaces of their stores."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import reprlib

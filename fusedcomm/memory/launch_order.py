@@ -5,8 +5,6 @@ A captured graph orders its own kernels. Its replays need an order against eager
 let one stream wait for the other.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

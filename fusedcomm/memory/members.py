@@ -3,8 +3,6 @@
 Groups are held weakly.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The NCCL of this torch, and process group options that keep collectives off the GPU's SMs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Calls that may block without a bound, on a thread of their own."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent import futures

@@ -1,7 +1,5 @@
 """State that outlives a call is made, and written, as if its caller were in no mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A long wait is logged once, with the missing ranks, long before its time-out."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reports that strangers may see: they show no host, user, address, id of a GPU, or value of an unknown variable."""
 
-from __future__ import annotations
-
 import getpass
 import ipaddress
 import os

@@ -1,7 +1,5 @@
 """Results in place: this rank's heap of results and its peers', in symmetric memory (docs/protocol.md, CPUs alone)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

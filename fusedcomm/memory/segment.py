@@ -1,7 +1,5 @@
 """The layout of a segment of symmetric memory: a header of flags and words, then slots. The record of a failed wait."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Rounds without data on a GPU, as launches of small kernels. The first one imports Triton."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The abilities of a group on a device type. All ranks vote once on every rank's facts, and so plan alike."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

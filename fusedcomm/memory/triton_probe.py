@@ -4,8 +4,6 @@ That an import succeeds says little: Triton builds a part of its launcher with t
 used, and needs Python's headers for that, a folder for its cache, and a driver that takes its code.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

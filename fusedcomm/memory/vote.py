@@ -6,8 +6,6 @@ failures. Posts of an attempt that failed, or of an earlier group with the same 
 reached when every rank has posted that it sees exactly the same attempts of all ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

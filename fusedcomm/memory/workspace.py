@@ -8,8 +8,6 @@ Epoch e uses slot e % 2. A rank writes epoch e + 2 only when it has every peer's
 after its reads of e. So nobody overwrites unread data, without credits, resets or a barrier.
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A mixture of experts whose experts lie on the ranks of a group."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import cache
 

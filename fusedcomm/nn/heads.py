@@ -5,8 +5,6 @@ grouped queries num_heads / num_kv_heads heads of q, a group, read one head of k
 head of k and v.
 """
 
-from __future__ import annotations
-
 
 def head_splits(num_heads: int, group_size: int) -> list[int]:
     """How many heads of q each rank has, the larger blocks first."""

@@ -1,7 +1,5 @@
 """The ``tokens`` argument of a layer, translated into split arguments of the ops."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from numbers import Integral
 from typing import Any

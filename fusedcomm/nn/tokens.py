@@ -3,8 +3,6 @@
 `UlyssesQKV` takes such blocks, and is told the number of tokens. The last ranks may have none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The base of the Ulysses layers: the replicated parameters of an nn.Linear, and their way in and out."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

@@ -1,7 +1,5 @@
 """The whole state dict of a parallel model, and the sum of partial gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """fusedcomm::all_gather_matmul: multiplies gathered chunks as they arrive, by one weight or by several."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, overload
 

@@ -1,7 +1,5 @@
 """fusedcomm::all_to_all_matmul: an exchange that multiplies chunks as they arrive."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Values are checked by `fusedcomm.plan.geometry.shapes`, which the dispatcher ops call too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from itertools import pairwise
 from numbers import Integral, Real

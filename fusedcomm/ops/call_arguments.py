@@ -1,7 +1,5 @@
 """The arguments of a call under the same names in all ops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ compared. It costs some milliseconds, as the ranks meet at the store of the proc
 While a CUDA graph is captured the check runs once; its replays are not checked.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

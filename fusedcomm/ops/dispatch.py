@@ -1,7 +1,5 @@
 """From the arguments of a call to its plan, and to its run."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

@@ -1,7 +1,5 @@
 """Problems with exact sums in every dtype and order: all ranks' inputs, and every rank's results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """From each op's arguments to its Exchange. Shapes and dims are checked."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan of a call, and the reason for it, without a run."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import suppress
 from typing import Any

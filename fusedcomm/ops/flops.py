@@ -1,7 +1,5 @@
 """FLOPs of a call for torch.utils.flop_counter.FlopCounterMode: this rank's multiplications and additions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ kind of call for the saved tensors. Its backward is in C++ too (`kernels/cpu/gra
 of several sizes, for second derivatives, and inside a mode that looks at ops.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

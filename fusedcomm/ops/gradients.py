@@ -1,7 +1,5 @@
 """Shared by the backwards of the ops: the gradients of a matmul by itself."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Neither asks anybody for lowerings or formulas, and a graph can be compiled with
 of their tables is hooked.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """The torch library that the ops are defined in, and the calls that they refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

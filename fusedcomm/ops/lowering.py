@@ -3,8 +3,6 @@
 Importing this module registers the lowerings, and imports Inductor, which takes a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

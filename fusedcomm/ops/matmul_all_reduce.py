@@ -1,7 +1,5 @@
 """fusedcomm::matmul_all_reduce: a reduce_scatter of the matmul's result and a gather of the reduced blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

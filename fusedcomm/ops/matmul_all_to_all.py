@@ -1,7 +1,5 @@
 """fusedcomm::matmul_all_to_all: a matmul that sends its result to the other ranks chunk by chunk as it is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

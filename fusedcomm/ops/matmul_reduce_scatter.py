@@ -1,7 +1,5 @@
 """fusedcomm::matmul_reduce_scatter: partial sums go to their owner chunk by chunk while the next are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixture of experts: tokens go to the ranks of their experts and come back, with sizes that the host knows before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

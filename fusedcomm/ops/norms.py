@@ -1,7 +1,5 @@
 """The end of a tensor parallel layer, RMSNorm included: matmul_all_reduce_norm and its like."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 On the wire each is the same as the op of its kind with a matmul.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ The first call is not kept: it may make the group, vote, or grow the workspace, 
 are first ones.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ it runs by the group's own collectives, within the group's own time-out.
 A forced algorithm runs without a proof, and although its proof has failed: whoever forces it looks at it.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Registers the ops of the table with torch: kernels, fakes, autograd, autocast, and `.out` overloads."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

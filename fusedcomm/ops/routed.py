@@ -3,8 +3,6 @@
 A dispatch and a combine are each other's gradient. `moe_send` is a dispatch by a routing that is there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The proof of `fused` calls of a mixture of experts, as `fusedcomm.ops.proof` has those of other ops."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

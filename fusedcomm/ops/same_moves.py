@@ -3,8 +3,6 @@
 Ranks have agreed to move the same collectives: ops now run on peers' tensors, valid only if all ranks run the same ops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The five ops on float8 values with scales: ``fusedcomm::scaled_matmul_all_to_all`` and its siblings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each rank's part of a dim, by arguments of a call: in Python, in the schemas, and in the backward's exchange back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

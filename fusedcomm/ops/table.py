@@ -1,7 +1,5 @@
 """The ops as a table: schema, checks and geometry, program, and gradients of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -3,8 +3,6 @@
 They are oracles that trust no communication. [rows, K] @ [K, N] is the matmul of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

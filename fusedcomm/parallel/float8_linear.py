@@ -4,8 +4,6 @@ Numbers are those of torchao on DTensors: an operand has one scale, by its large
 known by name, and not imported.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any, NamedTuple

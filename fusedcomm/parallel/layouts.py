@@ -1,7 +1,5 @@
 """Placements on a 1-D mesh, as declared by a style and as found on a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

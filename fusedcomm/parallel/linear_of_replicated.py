@@ -2,8 +2,6 @@
 [out / R, K]. Only its backward communicates: the gradient of x is a sum over ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checks that calling a module runs the forward of its class: not overridden, patched, or set on the instance."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType

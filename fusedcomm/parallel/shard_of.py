@@ -1,7 +1,5 @@
 """This rank's shard of a parameter, with the gradients that the parameter would have."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Parameters are DTensors on a 1-D mesh of R ranks. A layer runs an op on the loca
 depending on placements and sizes alone: these are equal on all ranks. `explain_layers` tells why.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

@@ -5,8 +5,6 @@ layers in the module. A layer that is called with x, or a view of it, takes its 
 So the exchange does not depend on hooks, writes or checkpoints of a rank inside the module.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

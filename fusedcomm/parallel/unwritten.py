@@ -1,8 +1,6 @@
 """Writes between forward and backward. A DTensor and its local tensor count them apart, and the ops see neither count:
 `shard_of` gives them a tensor of its own count, and `unwritten` saves both for the backward that needs the values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

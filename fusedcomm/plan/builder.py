@@ -4,8 +4,6 @@ The tensors are on torch's meta device: views of them cost nothing, and storage 
 cut operands by torch's own views, and see no address.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A planned call: its algorithm and why, and its schedule, once its memory is there."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Matmuls on the parts of tensors that Spans describe. An operand is copied only if runs are short or rows few."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -8,8 +8,6 @@ On a CPU a matmul writes into the peer's slot, or into the result that the peer 
 memory, and copy engines send it: see `Moves`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Copies of chunks between slots and the tensors that they are parts of."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder

@@ -1,7 +1,5 @@
 """Tensor descriptors (TMA) of a kernel's operands: which operands may have one, and its shape, strides and block."""
 
-from __future__ import annotations
-
 import math
 
 import torch

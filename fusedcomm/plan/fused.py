@@ -7,8 +7,6 @@ peers than the matmul, and cost it a wave of tiles. If this rank's rows are comp
 multiplies its own chunk where it lies in x, before the chunks of peers are needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

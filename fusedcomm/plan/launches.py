@@ -3,8 +3,6 @@
 A kernel that sends never waits, and one that waits never sends.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

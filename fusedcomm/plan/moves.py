@@ -15,8 +15,6 @@ of that round come before its signals of this one: two slots are enough. The own
 a round waits for it: so none ends before all are sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

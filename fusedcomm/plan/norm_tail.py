@@ -8,8 +8,6 @@ The norm reads the rounded ``residual_out``, so that all ranks have the same bit
 cuBLAS's, one that sends, and one that waits, adds and norms.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

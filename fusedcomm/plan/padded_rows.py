@@ -1,7 +1,5 @@
 """An all_reduce by blocks where the group divides neither rows nor columns of the result: x gets a few more rows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

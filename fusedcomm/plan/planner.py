@@ -32,8 +32,6 @@ fewer than 128 per rank.
 be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused or pipelined.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ slots. Its reads come before this rank's signals of the next round, as in `fused
 before any rank writes the slot of that parity again, in its own segment or in another.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

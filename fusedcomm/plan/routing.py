@@ -6,8 +6,6 @@ one from the host's memory, but `Routing.host_counts`: the host's copies need it
 `filled` where they are; their `Schedule` has sizes alone, which do not change with the counts.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The programs of scaled matmuls: those of plain ones, on float8 values with scales. Gathers pack x with its scales."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

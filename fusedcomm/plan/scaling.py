@@ -7,8 +7,6 @@ A row of a gather's payload is a row of x with its scales behind it, each part p
 so that one signal covers both, and each row has the scales of its source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A schedule holds no tensor, pointer or handle: `Builder` makes one for any rank 
 (`fusedcomm.run`) bind the bases to memory and run the steps in order; checkers, the simulator and `explain` read them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Tile sizes of the Triton kernels: a table per architecture, and the rule that picks a row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The sum of the ranks' chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@
 `Builder`, operands are stand-ins. `unfused` runs the plain program at once: `s` is the rank's memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The process group's own collectives, begun."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

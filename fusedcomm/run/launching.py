@@ -1,7 +1,5 @@
 """Launches of Triton kernels from schedules."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A schedule as the native executor takes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls that torch.compile leaves out of its graphs. To import this loads Dynamo, which compiled code has done."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -5,8 +5,6 @@ without constants, tuples flattened, then the pointers of both scratch memories.
 then its sizes and strides.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import struct

@@ -5,8 +5,6 @@ push     a chunk's copy to a peer, and its signal
 wait     the wait for a peer's signal
 copy     moving an arrived chunk to its place in the result, or adding it up; in `fused` with the wait for it"""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The steps of a schedule one by one: the reference for the native executor, and its stand-in where there is none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast

@@ -4,8 +4,6 @@
 own collective; otherwise an all_to_all takes them as they are. All ranks must say the same: `cost` decides.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import cast

@@ -1,7 +1,5 @@
 """RMSNorm of rows, with the same bits wherever a call runs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -8,8 +8,6 @@ rows, whatever the number of tokens, which ranks do not know of each other. Read
 one, end before the round does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

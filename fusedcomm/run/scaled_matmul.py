@@ -1,7 +1,5 @@
 """Products of float8 values with their scales, in float32, rounded once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

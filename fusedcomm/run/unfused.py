@@ -1,7 +1,5 @@
 """`unfused`: the plain program. The matmul and the process group's own collective run one behind the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

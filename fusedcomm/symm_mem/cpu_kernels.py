@@ -4,8 +4,6 @@ Inputs may alias memory that the op writes, on this rank or a peer: they are cop
 are written behind the last barrier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

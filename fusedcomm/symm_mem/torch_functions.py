@@ -1,7 +1,5 @@
 """Functions of torch.distributed._symmetric_memory that know CUDA alone: they get a branch for CPU memory."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 

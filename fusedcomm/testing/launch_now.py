@@ -3,8 +3,6 @@
 ``workspace``: a `Workspace`, or a stand-in with its facts, segments and kept kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary

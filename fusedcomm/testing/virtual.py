@@ -1,7 +1,5 @@
 """R ranks in one process on one device, each with a stream of its own: for tests and benches that have one GPU."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

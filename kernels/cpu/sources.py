@@ -1,7 +1,5 @@
 """From which sources the native part is built: setup.py compiles their digest into it."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A reduce_scatter or all_reduce of a matmul's result, or of the sum of several."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """matmul -> views -> all_reduce becomes fusedcomm::matmul_all_reduce; a sum of matmuls becomes one over a longer K."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

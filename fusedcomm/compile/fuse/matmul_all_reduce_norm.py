@@ -4,8 +4,6 @@ Few rows go whole to all ranks, so that each adds its own residual: nothing prov
 whose sums have owners, become `matmul_all_reduce`, and the rest stays a kernel of the compiler's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """matmul -> views -> reduce_scatter becomes fusedcomm::matmul_reduce_scatter; a sum of matmuls, one with a longer K."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """matmul_reduce_scatter and a tail become fusedcomm::matmul_reduce_scatter_norm."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The tail of a tensor parallel layer in a graph: (+ bias) -> + residual -> RMSNorm behind a sum."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ sends at the same time, and is exposed as far as it takes longer than its matmul
 Left out: the SMs and the memory bandwidth that a collective takes from compute, and launches on the host.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence

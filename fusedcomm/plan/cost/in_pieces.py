@@ -9,8 +9,6 @@ A push begins with c, a gather with w. Few rows are multiplied at once, with not
             GPU, whose host runs ahead, and whose matmuls leave SMs to NCCL
 """
 
-from __future__ import annotations
-
 import functools
 
 from fusedcomm.plan.cost.links import sent_bytes

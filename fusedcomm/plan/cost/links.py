@@ -18,8 +18,6 @@ All groups of one mesh dim must get the same Reach, or their ranks order the col
 group of every s-th rank is "inter" if the same group, shifted, would lie in the nodes in another way.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

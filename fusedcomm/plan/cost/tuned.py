@@ -7,8 +7,6 @@ The file is data from outside. It is ignored, with a warning that says why, unle
 user that nobody else can write, with the expected version, key and fields, and numbers that a machine can have.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

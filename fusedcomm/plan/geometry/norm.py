@@ -1,7 +1,5 @@
 """The geometry of an all_reduce with an RMSNorm behind it: few rows go to all ranks whole, in one round."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

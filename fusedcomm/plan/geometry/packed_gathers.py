@@ -3,8 +3,6 @@
 All columns of x are one dim there, and where they are cut, each part is a piece with scales of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The Exchange of each collective without a matmul. All dims of its tensor are rows, so that rounds cut it anywhere."""
 
-from __future__ import annotations
-
 import math
 
 from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of

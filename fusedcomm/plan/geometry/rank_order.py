@@ -1,7 +1,5 @@
 """The order of a rank's sends to the others, and of its reads of their chunks."""
 
-from __future__ import annotations
-
 
 def peers_of(rank: int, group_size: int) -> list[int]:
     """A rank's order of sends: no two ranks start on the same peer, and the own chunk comes last."""

@@ -4,8 +4,6 @@ Sizes may be symbolic, so that fake tensors get the same checks. Each function r
 op's docstring excludes.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The elements of a chunk as Spans, sets of indices of each rank that five integers describe, for hosts and kernels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
