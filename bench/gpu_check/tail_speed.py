@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import fusedcomm
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
@@ -65,7 +64,6 @@ def loaded(rows: int, size: int, device: torch.device, *op: str) -> tuple[Virtua
     return group, calls
 
 
-@fusedcomm.before_capture()
 def compare(rows: int, size: int, device: torch.device, *op: str) -> dict[str, Any]:
     """Microseconds of one of many calls in a row, all ranks at once."""
     group, calls = loaded(rows, size, device, *op)

@@ -25,7 +25,6 @@ from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
-_TILE_ROWS = 64  # of push_matmul_kernel, whose tiles end with a peer's rows
 
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
@@ -57,7 +56,7 @@ def push_reduce(
     """`chunked.push_reduce`, by kernels."""
     if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    if isinstance(w, Tensor) and s.device.for_capture and _has_few_rows(exchange):
+    if isinstance(w, Tensor) and exchange.multiplies_first:
         product = PushedMatmul(s, x, w, partial_bias, exchange).y
         assert product is not None
         x, w = product, None
@@ -154,11 +153,6 @@ def gather_matmul(
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))
     return outs if gathered is None else [*outs, gathered]
-
-
-def _has_few_rows(exchange: Exchange) -> bool:
-    """Whether a matmul of cuBLAS and a kernel that sends are faster than one for both, which reads w for every peer."""
-    return exchange.few_rows and exchange.num_batches == 1 and exchange.num_rows < _TILE_ROWS * exchange.group_size
 
 
 def _cuts_blocks(exchange: Exchange, w: Operand | None) -> bool:

@@ -101,7 +101,7 @@ def _chunked(op: str) -> Iterator[tuple[str, str]]:
 def _fused(op: str) -> Iterator[tuple[str, str]]:
     launches = {
         "matmul_all_to_all": ("launch-push", "launch-unpack"),
-        "matmul_reduce_scatter": ("launch-push", "launch-reduce"),
+        "matmul_reduce_scatter": ("launch-pack", "launch-reduce"),
         "matmul_all_reduce": ("launch-push", "launch-reduce", "launch-pack", "launch-unpack"),
     }.get(op, ("launch-pack", "launch-gather_matmul"))
     for step in ("enter", *launches, "end"):
@@ -138,8 +138,7 @@ _PAIRS = (
 )
 _OF_ROWS = ("enter", "signal", "wait", *ROWS, "end")
 _OTHERS: dict[str, dict[str, Iterable[str]]] = {  # steps of ops that share the protocol of the five
-    NORMS[0]: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")},
-    NORMS[1]: {"chunked": CHUNKED, "fused": ("launch-push", "launch-reduce_norm", "end")},
+    **{op: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")} for op in NORMS},
     SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
     DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", "launch-send_rows", "launch-take_rows")},
     COMBINE: {"chunked": _OF_ROWS, "fused": ("launch-show_rows", "launch-add_rows")},

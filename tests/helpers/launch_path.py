@@ -208,9 +208,9 @@ def uneven(path: LaunchPath) -> Iterator[dict[str, Any]]:
 def norms(path: LaunchPath) -> Iterator[dict[str, Any]]:
     """An all_reduce with a norm behind it, both ways, and a reduce_scatter."""
     for way, algorithm in itertools.product(("one_shot", "two_shot", "scattered"), ("chunked", "fused")):
-        rows, where = (64 // GROUP_SIZE, (0,)) if way == "scattered" else (64, ())
+        m, rows, where = (256, 256 // GROUP_SIZE, (0,)) if way == "scattered" else (64, 64, ())
         op = "matmul_reduce_scatter_norm" if where else "matmul_all_reduce_norm"
-        x, w, residual = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((64, 512), (512, 256), (rows, 256)))
+        x, w, residual = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((m, 512), (512, 256), (rows, 256)))
         given = x, w, residual, torch.ones(256, dtype=torch.bfloat16)
         at_once = mock.patch.object(norm, "goes_at_once", lambda *args, way=way: way == "one_shot")
         with member(path) as workspace, at_once, fusedcomm.force_algorithm(algorithm, strict=True):

@@ -17,7 +17,7 @@ all ranks find the same. Rounds beyond the first, and ranks that compete for one
                   copy-out, on a GPU in pieces of which each hides the next
     fused       max(matmul of the kernel, bytes sent / stores) + link latency + copy-out. In a gather along rows cuBLAS
                 takes the own chunk; along K only the last wave of tiles has all chunks. Runs too short for copy engines
-                are packed in front of it
+                are packed in front of it; terms of a reduce_scatter of few rows, behind cuBLAS
     pipelined   `in_pieces`
     reduce      (R + 1) / 2 copies in place of the copy-out; an all_reduce then sends the sum to R - 1 peers, but where
                 whole terms go to all (few rows with a norm behind), which is matmul + sends + reduce
@@ -367,6 +367,8 @@ class TimedCall:
             return self._issued("fused", self._sum_of_all(pack))
         if not self.exchange.gathers:
             matmul = max(self.chunk_matmul(self.num_ranks, fused=True), sent / constants.store_bandwidth)
+            if self.kind == "reduce_scatter" and self.exchange.multiplies_first:
+                matmul = self.matmul() + constants.copy_overhead + sent / constants.store_bandwidth
             again = constants.copy_overhead + constants.link_latency + sent / constants.store_bandwidth
             return self._issued("fused", matmul + constants.link_latency + self._after(self.all_bytes, again))
         by_copy = self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
