@@ -185,14 +185,6 @@ def checkpointed(r: int) -> Any:
     return program, [(B, T, K), (K, N), (N, K)]
 
 
-@fragment([M2A], [A2M], dynamic=(0,))
-def dynamic_batch(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return heads_first((x @ w).view(x.shape[0], x.shape[1], HEADS, DIM), r)
-
-    return program, [(B, T, K), (K, N)]
-
-
 @fragment([AGM, MRS], [AGM, MRS], dynamic=(0, 1))
 def dynamic_batch_and_tokens(r: int) -> Any:
     def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:

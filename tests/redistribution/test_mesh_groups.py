@@ -268,6 +268,7 @@ def test_groups_are_made_while_torch_compile_traces(rank: int) -> None:
             assert gathered(flat) == [0, 1]
 
 
+@pytest.mark.nightly
 @on_ranks(8)
 def test_groups_of_other_ranks_do_not_wait_for_each_other(rank: int) -> None:
     with left_as_found(TIMEOUT_S="90"):  # 16 threads on few cores
