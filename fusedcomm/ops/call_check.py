@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import PrefixStore
 from torch.utils import _pytree as pytree
 
+from fusedcomm import env
 from fusedcomm.errors import PeerMismatchError
 from fusedcomm.memory import flight_recorder, group
 from fusedcomm.memory.group_member import Member
-from fusedcomm.memory.members import member
+from fusedcomm.memory.members import known_member, member
 from fusedcomm.memory.vote import agree
 from fusedcomm.plan.call_plan import CALL, Plan, graph_facts
 from fusedcomm.plan.cost.model import KINDS
@@ -53,7 +54,8 @@ def tell_peers(op: str, group_name: str, x: Tensor, error: Exception) -> None:
     """With FUSEDCOMM_CHECK, report the error of this rank's arguments to the peers' `same_call`."""
     if is_traced(x) or group.find(group_name).size() == 1:
         return
-    if (ours := member(group_name, x.device)).topology.check:
+    ours = known_member(group_name, x.device) or (member(group_name, x.device) if env.check() else None)
+    if ours is not None and ours.topology.check:
         with ours.lock:
             _all_calls(ours, op, {"op": op, "error": str(error)[:_MOST_LETTERS]})
 

@@ -45,8 +45,9 @@ from fusedcomm.plan.planner import kind_of_proof
 from fusedcomm.plan.scaling import BYTES, VALUES
 from fusedcomm.run import calls
 
-# Sizes that no tile divides, loaded by elements; and K and N that descriptors can load, with rows that no tile divides.
-SIZES = (MatmulSize(37, 29, 31), MatmulSize(150, 128, 136))
+# Sizes that no tile divides, loaded by elements, of few rows (`Exchange.multiplies_first`) and of many; and K and N
+# that descriptors can load, with rows that no tile divides.
+SIZES = (MatmulSize(37, 29, 31), MatmulSize(101, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
 BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
 Problem = ExactProblem | NormProblem

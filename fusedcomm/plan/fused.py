@@ -56,7 +56,7 @@ def push_reduce(
     """`chunked.push_reduce`, by kernels."""
     if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    if isinstance(w, Tensor) and exchange.multiplies_first:
+    if w is not None and exchange.multiplies_first:
         product = PushedMatmul(s, x, w, partial_bias, exchange).y
         assert product is not None
         x, w = product, None

@@ -194,7 +194,8 @@ def all_gather_into_tensor(t: Tensor, group_size: int, group_name: str) -> Tenso
     (pytorch/pytorch#152645), and on every device two threads of gloo write its name, too long for a std::string without
     memory of its own, and take no lock. A graph for CPUs keeps the op: the passes know its name.
     """
-    if (t.is_cuda or not torch.compiler.is_compiling()) and _is_gloo(group_name, t.device.type):
+    on_cpu = t.is_cpu and not torch.compiler.is_compiling()
+    if (t.is_cuda or on_cpu) and _is_gloo(group_name, t.device.type):
         if t.is_complex():  # torch's functional collectives send it as real numbers, their out forms refuse it
             real = all_gather_into_tensor(torch.view_as_real(t.resolve_conj()), group_size, group_name)
             return torch.view_as_complex(real)

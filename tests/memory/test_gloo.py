@@ -78,9 +78,7 @@ def test_ranks_understand_each_other_whichever_form_each_takes(rank: int) -> Non
 
 
 GATHERS = """
-import sys
-import torch
-import torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from fusedcomm.run import reference
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 gather = getattr(torch.ops._c10d_functional if sys.argv[1] == "torch" else reference, "all_gather_into_tensor")

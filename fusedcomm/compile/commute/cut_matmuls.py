@@ -7,6 +7,8 @@
 Parts that are exchanged alike, as equally wide q, k and v, stay one matmul.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise

@@ -164,6 +164,8 @@ def _has_other_of_size(group_name: str) -> bool:
 def _own_part(user: Node, num_parts: int) -> tuple[Node, int, int] | None:
     """(node, dim, index) of the used part, if it is a single one of num_parts equal parts."""
     nodes = list(user.users) if user.target in SPLITS else [user]
+    if user.target in SPLITS and len(user.meta["val"]) != num_parts:
+        return None
     place = part(nodes[0]) if len(nodes) == 1 else None
     if place is None or place.picked or place.size * num_parts != shape_of(place.origin)[place.dim]:
         return None
