@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--trace", metavar="FILE", help="also write what every rank does over time, for Perfetto")
     console.add_rank_arguments(parser)
     parser.add_argument(
-        "--rounds", type=console.positive, default=7, metavar="N", help="measurements of each variant (default: 7)"
+        "--rounds", type=console.positive, default=5, metavar="N", help="measurements of each variant (default: 5)"
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, help="the dtype of the data (default: bfloat16 on GPUs, float32 on CPU)"

@@ -103,7 +103,7 @@ class Dump:
 
     @property
     def at(self) -> str:
-        """Where the main thread was. This is unknown in a dump of a call that failed: there it was writing the dump."""
+        """The main thread's line, unknown in the dump of a call that failed: the thread was writing the dump."""
         known = self.stacks.get("MainThread", []) if self.why == SIGUSR1 else []
         return known[-1] if known else "an unknown line"
 
