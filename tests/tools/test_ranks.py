@@ -36,11 +36,13 @@ def raise_in_rank_1(rank: int) -> int:
     return rank
 
 
-def return_what_cannot_be_pickled(rank: int) -> object:
+def return_no_pickle(rank: int) -> object:
     return lambda: rank
 
 
 def hang_in_rank_0(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    store.wait(["hangs"]) if rank else store.set("hangs", "1")
     while rank == 0:
         time.sleep(0.01)
 
@@ -55,9 +57,7 @@ def use_the_store_in_rank_1(rank: int) -> int:
     """The store is in the parent, so it needs no peer."""
     while rank == 0:
         time.sleep(0.01)
-    store = dist.distributed_c10d._get_default_store()
-    store.set("alive", "1")
-    store.wait(["alive"])
+    dist.distributed_c10d._get_default_store().set("alive", "1")
     return rank
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_pickled_is_an_error_not_a_hang(pool: RankPool) -> None:
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pool.run(lambda rank: rank)
     with pytest.raises(RankError, match="pickle"):
-        pool.run(return_what_cannot_be_pickled)
+        pool.run(return_no_pickle)
     assert len(pool.run(total, 0)) == 2
 
 
@@ -112,6 +112,7 @@ def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
     pool = RankPool(2)
     pids = [pool.pid(0), pool.pid(1)]
     pool.start(hang_in_rank_0)
+    wait_until(pool._ranks[1].tasks.poll)
     with pytest.raises(RankError, match=r"rank 0 did not answer: no result within 0\.5 s") as info:
         pool.join(timeout_s=0.5)
     assert "in hang_in_rank_0" in str(info.value)
