@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 OLD_TRITON := $(VENV)/triton-3.6
 OP ?= ops
 BENCH_ulysses_block := python -m fusedcomm.bench.ulysses_block

@@ -103,7 +103,7 @@ def sizes_of(device: torch.device, world_size: int) -> ProgramSizes:
     """
     heads = HEADS if HEADS % world_size == 0 else world_size
     if device.type == "cpu":
-        return ProgramSizes(1, 2, 1024, 1024, 256 * heads, heads)
+        return ProgramSizes(1, 1, 1024, 1024, 256 * heads, heads)
     sizes = ProgramSizes(1, 16, 16192, 4096, 512 * heads, heads)
     free = torch.tensor(torch.cuda.mem_get_info(device)[0], device=device)
     dist.all_reduce(free, dist.ReduceOp.MIN)
