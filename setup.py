@@ -83,10 +83,13 @@ def native_extension() -> dict[str, Any]:
     }
 
 
-reason = reject_reason()
-if reason is not None and not {"dist_info", "egg_info"} & set(sys.argv):  # pip asks for those first: said once
-    left_out(reason)
 packages = find_packages(include=["fusedcomm", "fusedcomm.*"])
 beside = find_packages(include=["kernels", "kernels.*", "bench", "bench.*"])
 packages += [f"fusedcomm.{name}" for name in beside]  # as package_dir maps them
-setup(packages=packages, **(native_extension() if reason is None else {}))
+arguments: dict[str, Any] = {}
+if not {"dist_info", "egg_info"} & set(sys.argv):  # pip's questions before it builds, each seconds of importing torch
+    if reason := reject_reason():
+        left_out(reason)
+    else:
+        arguments = native_extension()
+setup(packages=packages, **arguments)
