@@ -18,7 +18,7 @@ from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
 from fusedcomm.bench.gpu_check.pools import Pools, need_segments
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import routed_proof
-from fusedcomm.plan.routing import Routing, packed_shape
+from fusedcomm.plan.routing import Routing, bytes_of_rows, packed_shape
 from fusedcomm.run.routed_rows import ByKernels
 from fusedcomm.testing.virtual import VirtualGroup
 
@@ -44,7 +44,9 @@ class Moe(NamedTuple):
 
     def group(self, device: torch.device) -> VirtualGroup:
         """A group that has run the calls once, on each rank."""
-        num_bytes = max(self.capacity * self.columns * self.dtype.itemsize, 8 * self.group_size**2 * self.experts, 128)
+        num_bytes = max(
+            bytes_of_rows(self.capacity, self.columns, self.dtype.itemsize), 8 * self.group_size**2 * self.experts, 128
+        )
         group = VirtualGroup(self.group_size, num_bytes, device)
         inputs = self.inputs(device, 0)[0]
         group.load(lambda workspace: self.dispatch(workspace, inputs), FINGERPRINT)
@@ -288,8 +290,8 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
         device,
     )
     workspace.check(OP)
-    own = x.numel() * x.itemsize  # read by a dispatch, written by a combine
-    moved = {"dispatch": own + 3 * block, "send": own + 3 * block, "combine": own + 3 * block, "copy": 2 * block}
+    own = x.numel() * x.itemsize  # sent once, to the one rank; written by a combine
+    moved = {"dispatch": 3 * own + block, "send": 3 * own + block, "combine": own + 3 * block, "copy": 2 * block}
     rates = {name: moved[name] / ms / 1e9 for name, ms in times.items()}
     ratios = {f"{name} ratio": rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
     return {**rates, **ratios, "plan_ms": times["dispatch"] - times["send"]}

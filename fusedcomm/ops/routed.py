@@ -25,7 +25,7 @@ from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
-from fusedcomm.plan.routing import Routing, counts_of, ends_of, pack, packed_shape, sizes_of
+from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, ends_of, pack, packed_shape, sizes_of
 from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, InPlace, grouped_matmul, grouped_outer, weighed
 
 Way = Alone | ByCollective | InPlace | ByKernels
@@ -118,7 +118,7 @@ def plan_of(op: str, args: Sequence[Any], device: torch.device) -> Plan:
 
 
 def _dispatch_bytes(x: Tensor, num_experts: int, capacity: int, size: int) -> int:
-    return max(capacity * x.shape[1] * x.itemsize, size * num_experts * torch.int64.itemsize)
+    return max(bytes_of_rows(capacity, x.shape[1], x.itemsize), size * num_experts * torch.int64.itemsize)
 
 
 def _combine_bytes(h: Tensor, w: Tensor | None) -> int:
@@ -193,7 +193,8 @@ def _dispatch(
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
     facts = {"num_experts": packed.shape[-1], "capacity": capacity, "k": k, "H": x.shape[1]}
-    slot_bytes, check = capacity * x.shape[1] * x.itemsize, _fits(packed, x, scores, x.shape[0] * k, k, capacity, size)
+    slot_bytes = bytes_of_rows(capacity, x.shape[1], x.itemsize)
+    check = _fits(packed, x, scores, x.shape[0] * k, k, capacity, size)
     with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
         return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)

@@ -10,7 +10,7 @@ from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.plan.call_plan import fingerprint_of
-from fusedcomm.plan.routing import Routing, counts_of, pack
+from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, pack
 from fusedcomm.run.routed_rows import ByKernels
 
 KIND, FINGERPRINT = "moe", fingerprint_of("proof", "moe")
@@ -38,7 +38,7 @@ def failure(op: str, dtype: torch.dtype, ours: Member) -> str:
     if name not in ours.outcomes:
         proof.refuse_capture(op, "fused", ours)
         ours.enter(op, FINGERPRINT)
-        num_bytes = max(each.capacity * each.columns * dtype.itemsize for each in SIZES)
+        num_bytes = max(bytes_of_rows(each.capacity, each.columns, dtype.itemsize) for each in SIZES)
         num_bytes = max(num_bytes, 8 * ours.group_size**2 * SIZES[0].experts)
         what = f"fused of {str(dtype).removeprefix('torch.')}"
         ours.outcomes[name] = proof.outcome(KIND, what, ours, num_bytes, lambda own: _pairs(own, dtype))

@@ -73,7 +73,7 @@ def send(s: Builder, x: Tensor, scores: Given, packed: Tensor, *, k: int, capaci
         _of_tokens(s, "send_rows", "push", 4, [x, _flat(s, scores)], routing, x, k, capacity)
     with s.lane("copy"):
         kind = launches.copy_out(s, 2 * capacity * x.shape[1] * x.itemsize, beside=False, arrived=False)
-        _of_slot(s, "take_rows", kind, rows, routing)
+        _of_slot(s, "take_rows", kind, rows, routing, scores is not None)
     s.add(EndRound(by_kernel=True))
     return [rows]
 
@@ -120,14 +120,14 @@ def _of_tokens(
     _launch(s, name, kind, num_tokens, in_sm, arguments, num_warps)
 
 
-def _of_slot(s: Builder, name: str, kind: str, rows: Tensor, routing: Routing) -> None:
+def _of_slot(s: Builder, name: str, kind: str, rows: Tensor, routing: Routing, *scored: bool) -> None:
     """Launch programs that copy the experts' rows between the slot and a tensor [capacity, N]."""
     capacity, n = rows.shape
     config = tiles.copy_config(s.device.architecture, Span(capacity * n, 0, max(n, 1), n, 0), rows.itemsize)
     first, filled = (t[routing.experts(s.rank)] for t in (routing.first, routing.filled))
     sizes = len(first), capacity, n, s.memory.slot_bytes
     static = unit(rows.itemsize, n), config, 1 << (len(first) - 1).bit_length()
-    arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *static
+    arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *scored, *static
     num_tiles = -(-capacity // config.block_runs) * -(-n // config.block_inner)
     _launch(s, name, kind, num_tiles, 1, arguments, config.num_warps)
 

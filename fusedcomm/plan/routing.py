@@ -92,6 +92,11 @@ class Routing:
         return list(zip(begins, [*first[own.start + 1 : own.stop], capacity], strict=True))
 
 
+def bytes_of_rows(capacity: int, n: int, itemsize: int) -> int:
+    """Rows [capacity, N], and the row sent and the score of each, by 4 bytes."""
+    return -(-capacity * n * itemsize // 4) * 4 + 8 * capacity
+
+
 def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:
     """``num_slots`` may be symbolic."""
     return ROWS.counts + 2 * group_size + 2 + (num_slots + num_experts - 1) // num_experts, num_experts

@@ -1,7 +1,9 @@
 """Rows of tokens that go to experts and come back: pushes by places, their copy-out, and sums of rows in all slots.
 
 A place is rank * capacity + row, or -1 where a token's choice has no row. The slot of a round is one block of rows,
-[capacity, N]: a dispatch stores rows of all sources in it, and in a combine its owner does.
+[capacity, N]: a dispatch stores rows of all sources in it, and in a combine its owner does. A token's row goes to a
+rank once, to the first of its rows there. Behind the block is the number of that row for each of them, int32
+[capacity], and its score, float32 [capacity].
 """
 
 import triton
@@ -21,6 +23,14 @@ def _place(places_ptr, i, capacity, GROUP_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _notes(segment, epoch, capacity, N, slot_bytes, LAYOUT: tl.constexpr, DTYPE: tl.constexpr):
+    """Pointers to (the row sent, score) [capacity] of a slot's rows of DTYPE."""
+    begin = tl.cdiv(tl.cast(capacity, tl.int64) * N * (DTYPE.primitive_bitwidth // 8), 4)
+    sent = slot_of(segment, epoch, slot_bytes, LAYOUT, tl.int32) + begin
+    return sent, slot_of(segment, epoch, slot_bytes, LAYOUT, tl.float32) + begin + capacity
+
+
+@triton.jit
 def _report_all(round, LAYOUT: tl.constexpr):
     """Each program has stored its part of every rank's rows."""
     for step in range(LAYOUT.group_size):
@@ -31,6 +41,8 @@ def _report_all(round, LAYOUT: tl.constexpr):
 def _copy_rows(
     to,
     source,
+    sent_ptr,  # [capacity], the row of source for each row, or None: the same
+    scores_ptr,  # [capacity], or None
     first_ptr,  # [E], the rows where experts begin, and
     filled_ptr,  # [E], end
     num_experts,
@@ -40,7 +52,9 @@ def _copy_rows(
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """to[row] = source[row] of [capacity, N] for the experts' rows, FILL for others, or with source None for all."""
+    """to[row] = source[sent[row]] * scores[row], rounded once, of [capacity, N] for the experts' rows, FILL for others,
+    or with source None for all.
+    """
     tiles_in_row = tl.cdiv(N, TILE.block_inner)
     experts = tl.arange(0, EXPERTS)
     first = tl.load(first_ptr + experts, experts < num_experts, other=0)
@@ -58,8 +72,13 @@ def _copy_rows(
             )
         else:
             owned = (rows[:, None] >= first[None, :]) & (rows[:, None] < filled[None, :])
-            there = mask & (tl.max(owned.to(tl.int32), axis=1) != 0)[:, None]
-            value = tl.load(source + at, there, other=0)
+            is_row = tl.max(owned.to(tl.int32), axis=1) != 0
+            there = mask & is_row[:, None]
+            sent = rows if sent_ptr is None else tl.load(sent_ptr + rows, is_row, other=0)
+            value = tl.load(source + sent.to(tl.int64)[:, None] * N + columns[None, :], there, other=0)
+            if scores_ptr is not None:
+                score = tl.load(scores_ptr + rows, is_row, other=0)
+                value = rounded(value.to(tl.float32) * score[:, None], to.dtype.element_ty)
             tl.store(to + at, value, there if FILL is None else mask)
 
 
@@ -80,15 +99,19 @@ def send_rows_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store x[i // K] * scores[i], rounded once, at the place of each choice i, and signal every rank.
+    """Store x[i // K] at the first place of i's token on each rank, a note with scores[i] for each choice i, and signal
+    every rank.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol.
     """
     N = in_units(N, UNIT)
     dtype = x_ptr.dtype.element_ty
+    CHOICES: tl.constexpr = triton.next_power_of_2(K)
+    choices = tl.arange(0, CHOICES)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         wide = tl.cast(token, tl.int64)
+        places = tl.load(places_ptr + wide * K + choices, choices < K, other=-1)
         for begin in range(0, N, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
             row = tl.load(x_ptr + wide * N + columns, columns < N)
@@ -96,11 +119,17 @@ def send_rows_kernel(
                 i = wide * K + choice
                 dst_rank, at, there = _place(places_ptr, i, capacity, LAYOUT.group_size)
                 if there:
-                    value = row
-                    if scores_ptr is not None:
-                        value = rounded(row.to(tl.float32) * tl.load(scores_ptr + i).to(tl.float32), dtype)
-                    slot = slot_of(tl.load(segments_ptr + dst_rank), round.epoch, slot_bytes, LAYOUT, dtype)
-                    tl.store(slot + at * N + columns, value, columns < N)
+                    segment, here = tl.load(segments_ptr + dst_rank), tl.cast(dst_rank, tl.int64) * capacity
+                    rows = tl.where((places >= here) & (places < here + capacity), places - here, at)
+                    first = tl.min(rows, axis=0)
+                    if first == at:
+                        slot = slot_of(segment, round.epoch, slot_bytes, LAYOUT, dtype)
+                        tl.store(slot + at * N + columns, row, columns < N)
+                    if begin == 0:
+                        sent, scores = _notes(segment, round.epoch, capacity, N, slot_bytes, LAYOUT, dtype)
+                        tl.store(sent + at, first.to(tl.int32))
+                        if scores_ptr is not None:
+                            tl.store(scores + at, tl.load(scores_ptr + i).to(tl.float32))
     _report_all(round, LAYOUT)
 
 
@@ -117,24 +146,28 @@ def take_rows_kernel(
     fingerprint,
     rank,
     LAYOUT: tl.constexpr,
+    SCORED: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Copy the experts' rows out of the slot, and make the others zero.
+    """Copy the experts' rows out of the slot by their notes, with SCORED times their scores, and make others zero.
 
     The kernel waits, bounded, for the signal of each src_rank's send_rows_kernel, and ends the round. On failure it
     writes NaN.
     """
     N = in_units(N, UNIT)
+    dtype = rows_ptr.dtype.element_ty
     round = next_round(segments_ptr, rank, fingerprint)
     failed = wait_all(round, LAYOUT)
     if failed == 0:
-        slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, rows_ptr.dtype.element_ty)
-        _copy_rows(rows_ptr, slot, first_ptr, filled_ptr, num_experts, capacity, N, 0, TILE, EXPERTS)
+        slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
+        sent, scores = _notes(round.segment, round.epoch, capacity, N, slot_bytes, LAYOUT, dtype)
+        scores = scores if SCORED else None
+        _copy_rows(rows_ptr, slot, sent, scores, first_ptr, filled_ptr, num_experts, capacity, N, 0, TILE, EXPERTS)
     if must_poison(round, failed, LAYOUT):
         nan: tl.constexpr = float("nan")
-        _copy_rows(rows_ptr, None, first_ptr, filled_ptr, num_experts, capacity, N, nan, TILE, EXPERTS)
+        _copy_rows(rows_ptr, None, None, None, first_ptr, filled_ptr, num_experts, capacity, N, nan, TILE, EXPERTS)
     end_round(round)
 
 
@@ -159,7 +192,7 @@ def show_rows_kernel(
     N = in_units(N, UNIT)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, rows_ptr.dtype.element_ty)
-    _copy_rows(slot, rows_ptr, first_ptr, filled_ptr, num_experts, capacity, N, None, TILE, EXPERTS)
+    _copy_rows(slot, rows_ptr, None, None, first_ptr, filled_ptr, num_experts, capacity, N, None, TILE, EXPERTS)
     _report_all(round, LAYOUT)
 
 

@@ -38,7 +38,7 @@ def exchange_of(kernel: str, group_size: int) -> Exchange:
 
 
 def ranks_of(kernel: str, group_size: int, timeout_s: float = 60.0, num_slots: int = 2) -> list[VirtualRank]:
-    ranks = virtual_ranks(group_size, group_size * exchange_of(kernel, group_size).chunk_numel * 4, num_slots)
+    ranks = virtual_ranks(group_size, 2 * group_size * exchange_of(kernel, group_size).chunk_numel * 4, num_slots)
     for rank in ranks:
         rank.word(rank.layout.timeout)[0] = int(timeout_s * 1e9)
     return ranks

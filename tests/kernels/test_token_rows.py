@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import routed_rounds
 from fusedcomm.plan.builder import Builder, layout_of
-from fusedcomm.plan.routing import Routing, counts_of, overflow, pack, sizes_of, totals
+from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, overflow, pack, sizes_of, totals
 from fusedcomm.run.routed_rows import ByKernels
 from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.schedule.programs import GPU
@@ -42,12 +42,12 @@ def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
     rows, offsets, packed = call(routed_rounds.dispatch, x, ids, num_experts=problem.num_experts, **sizes)
     facts = {"num_tokens": len(x), "k": case.k, "return_received": True}
     y, received = call(routed_rounds.combine, rows, scores, packed, **facts)
-    kept = [torch.empty_like(t) for t in (rows, y, offsets, packed)]
-    for to, source in zip(kept, (rows, y, offsets, packed), strict=True):
+    kept = [(torch.empty_like(t), t) for t in (rows, y, offsets, packed)]
+    for to, source in kept:
         gpus.enqueue(workspace, "keep", partial(to.copy_, source))
     for t in (rows, y, received, offsets, packed):  # nobody reads them any more
         gpus.enqueue(workspace, "spoil", partial(t.fill_, -1))
-    return kept
+    return [to for to, _ in kept]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_rows_and_sums_are_right_in_a_random_order(
 ) -> None:
     monkeypatch.setattr(test_moe, "H", columns)
     problems = [Problem(case, size, seed=100 * each) for each in range(NUM_CALLS)]
-    slot_bytes = max(128, 8 * size**2 * case.own, *(each.capacity * columns * 4 for each in problems))
+    slot_bytes = max(128, 8 * size**2 * case.own, *(bytes_of_rows(each.capacity, columns, 4) for each in problems))
     ranks, gpus = VirtualGroup(size, slot_bytes, "cpu").workspaces, Gpus()
     found = [[program(gpus, rank, problem) for problem in problems] for rank in ranks]
     gpus.run_all(seed=size)
@@ -101,3 +101,11 @@ def test_a_routing_by_kernels_is_that_of_the_host(num_experts: int, capacity: in
     wild = torch.where(ids == 0, num_experts, ids)
     _, _, other = way.dispatch(torch.empty(300, 0), wild, num_experts, 2, capacity, alignment)
     assert (Routing(other, 0, 1, 600).places[ids == 0] == -1).all()
+
+
+def test_a_row_is_stored_once_on_a_rank() -> None:
+    (rank,) = VirtualGroup(1, 256, "cpu").workspaces
+    rank.segment[rank.layout.header_bytes :] = 0xFF
+    rows, _, _ = ByKernels(rank, "moe", 1).dispatch(torch.ones(3, 4), torch.tensor([0, 1] * 3), 2, 2, 6, 1)
+    slot = rank.segment[rank.slot_start(rank.epoch) :][: rows.nbytes].view(rows.dtype).view_as(rows)
+    assert rows.eq(1).all() and slot.isfinite().all(1).sum() == 3

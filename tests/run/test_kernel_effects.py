@@ -67,7 +67,7 @@ def check_rows() -> set[str]:
     scores = [torch.ones(2, 1, 2) for _ in GROUP.ranks]
     problem: Any = SimpleNamespace(case=Case(k=2), xs=tokens, ids=ids, scores=scores, num_experts=2, capacity=4)
     gpus = Gpus()
-    for workspace in VirtualGroup(2, 4 * 6 * 4, "cpu").workspaces:
+    for workspace in VirtualGroup(2, 4 * (6 * 4 + 8), "cpu").workspaces:
         workspace.segment[workspace.layout.header_bytes :] = 0xFF
         program(gpus, workspace, problem)
     launches = [each for each in gpus.queued if isinstance(each.work, Launch)]

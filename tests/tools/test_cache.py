@@ -31,10 +31,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_only_what_is_ours_is_counted_and_removed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = planted(cache, "A", "unpack_kernel", SOURCE)
-    beside = [
-        planted(cache, "B", "their_kernel", SOURCE),
-        planted(cache, "C", "unpack_kernel", 'loc("/theirs.py":1:1)'),
-    ]
+    other_file = 'loc("/theirs.py":1:1)'
+    beside = [planted(cache, "B", "their_kernel", SOURCE), planted(cache, "C", "unpack_kernel", other_file)]
     numbers = cache.parent / "numbers"
     tuned, other = numbers / "tuned-cpu-2-0.json", numbers / "notes.json"
     tuned.write_text("broken")

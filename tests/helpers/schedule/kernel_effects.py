@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fusedcomm.kernels.triton.bundles import Spans
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import Span
+from fusedcomm.plan.routing import bytes_of_rows
 from fusedcomm.plan.schedule import Described, Launch, Place
 from fusedcomm.run.launching import kernel
 from tests.helpers.schedule.operations import Flag, Step, Work
@@ -234,18 +235,24 @@ def finish(launch: KernelCall) -> Iterator[Step]:
 
 def send_rows(launch: KernelCall) -> Iterator[Step]:
     """As if each rank's rows were a part of a slot: which they are is in the routing."""
-    numel, itemsize = launch.args["capacity"] * launch.args["N"] // launch.group_size, launch.itemsize("x_ptr")
+    capacity, n, itemsize = launch.args["capacity"], launch.args["N"], launch.itemsize("x_ptr")
+    num_rows = capacity // launch.group_size
     tensors = [each for name in ("x_ptr", "scores_ptr", "places_ptr") for each in launch.tensor(name)]
     yield Step(reads=[launch.word(EPOCH), *tensors])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
-        step = Step(work=launch.store(Work(), dst_rank, numel * itemsize))
-        step.writes = [launch.part(dst_rank, launch.rank, numel, itemsize), launch.counter(dst_rank)]
+        step = Step(work=launch.store(Work(), dst_rank, num_rows * n * itemsize))
+        step.writes = [launch.part(dst_rank, launch.rank, num_rows * n, itemsize), launch.counter(dst_rank)]
+        slot = launch.part(dst_rank, 0, bytes_of_rows(capacity, n, itemsize), 1)
+        for notes in range(1 + bool(launch.tensor("scores_ptr"))):
+            start = slot.end - 8 * capacity + 4 * (notes * capacity + launch.rank * num_rows)
+            step.writes.append(Region(slot.memory, start, 4 * num_rows))
         yield launch.signal(step, dst_rank)
 
 
 def take_rows(launch: KernelCall) -> Iterator[Step]:
     yield from launch.wait_all()
-    yield Step(reads=[_rows_of(launch, launch.rank, "rows_ptr")], writes=launch.tensor("rows_ptr"))
+    num_bytes = bytes_of_rows(launch.args["capacity"], launch.args["N"], launch.itemsize("rows_ptr"))
+    yield Step(reads=[launch.part(launch.rank, 0, num_bytes, 1)], writes=launch.tensor("rows_ptr"))
     yield launch.end_round()
 
 
