@@ -54,7 +54,7 @@ PARTS = {
     "launches": pytest_part(600, "tests/kernels", nights=3),
     "ranks": pytest_part(600, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(600, FAULTS, nights=3),
-    "controls": pytest_part(900, *CONTROLS, nights=3),
+    "controls": pytest_part(900, *CONTROLS, nights=4),
     "commands": pytest_part(900, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK]),
     "soak": Part(720, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
     "sanitizers": pytest_part(1800, SANITIZERS),

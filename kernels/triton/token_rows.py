@@ -73,8 +73,8 @@ def _copy_rows(
         else:
             owned = (rows[:, None] >= first[None, :]) & (rows[:, None] < filled[None, :])
             is_row = tl.max(owned.to(tl.int32), axis=1) != 0
-            there = mask & is_row[:, None]
             sent = rows if sent_ptr is None else tl.load(sent_ptr + rows, is_row, other=0)
+            there = mask & (is_row & (sent >= 0) & (sent < capacity))[:, None]  # another call's routing has no notes
             value = tl.load(source + sent.to(tl.int64)[:, None] * N + columns[None, :], there, other=0)
             if scores_ptr is not None:
                 score = tl.load(scores_ptr + rows, is_row, other=0)

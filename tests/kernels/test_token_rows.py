@@ -104,8 +104,12 @@ def test_a_routing_by_kernels_is_that_of_the_host(num_experts: int, capacity: in
 
 
 def test_a_row_is_stored_once_on_a_rank() -> None:
+    """A row that nobody has sent, by a wrong routing, is zero."""
     (rank,) = VirtualGroup(1, 256, "cpu").workspaces
     rank.segment[rank.layout.header_bytes :] = 0xFF
-    rows, _, _ = ByKernels(rank, "moe", 1).dispatch(torch.ones(3, 4), torch.tensor([0, 1] * 3), 2, 2, 6, 1)
+    x, way = torch.ones(3, 4), ByKernels(rank, "moe", 1)
+    rows, _, packed = way.dispatch(x, torch.tensor([0, 1] * 3), 2, 2, 7, 1)
     slot = rank.segment[rank.slot_start(rank.epoch) :][: rows.nbytes].view(rows.dtype).view_as(rows)
-    assert rows.eq(1).all() and slot.isfinite().all(1).sum() == 3
+    assert rows[:6].eq(1).all() and slot.isfinite().all(1).sum() == 3
+    Routing(packed, 0, 1, 6).filled.add_(1)
+    assert not way.send(x, None, 2, Routing(packed, 0, 1, 6), 7)[6].any()

@@ -50,9 +50,6 @@ def test_the_least_important_columns_go_first_and_the_others_stay_whole() -> Non
     text = " ".join(" ".join(rendered(made, 41)).split())
     assert "left out at 41 columns: c" in text and "about a" in text and "about c" not in text
     assert max(map(len, rendered(made, 80))) <= 80 and "left out" not in " ".join(rendered(made, 80))
-
-
-def test_markup_in_a_cell_is_text() -> None:
     assert "[16, 8] @ [8]" in "\n".join(rendered(Table([Column("a", "b", lambda row: row)], ["[16, 8] @ [8]"]), 60))
 
 
