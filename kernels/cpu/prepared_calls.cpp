@@ -60,9 +60,10 @@ void PreparedCalls::enlist(const std::shared_ptr<PreparedCalls>& calls) {
 }
 
 bool PreparedCalls::withdraw() {
+  std::shared_ptr<PreparedCalls> listed;  // freed, if nobody else has it, behind the lock
   std::lock_guard<std::mutex> guard(known().mutex);
   const auto found = known().find({group_, device_});
-  if (found == known().calls.end() || found->second.lock().get() != this) return false;
+  if (found == known().calls.end() || (listed = found->second.lock()).get() != this) return false;
   known().calls.erase(found);
   return true;
 }
