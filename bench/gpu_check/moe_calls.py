@@ -291,7 +291,7 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
     )
     workspace.check(OP)
     own = x.numel() * x.itemsize  # sent once, to the one rank; written by a combine
-    moved = {"dispatch": 3 * own + block, "send": 3 * own + block, "combine": own + 3 * block, "copy": 2 * block}
+    moved = {"dispatch": 2 * (own + block), "send": 2 * (own + block), "combine": own + 3 * block, "copy": 2 * block}
     rates = {name: moved[name] / ms / 1e9 for name, ms in times.items()}
     ratios = {f"{name} ratio": rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
     return {**rates, **ratios, "plan_ms": times["dispatch"] - times["send"]}
@@ -316,7 +316,7 @@ def _backward(moe: Moe) -> None:
 
 
 def _proof(sizes: routed_proof.Sizes) -> None:
-    num_bytes = sizes.capacity * sizes.columns * 4
+    num_bytes = bytes_of_rows(sizes.capacity, sizes.columns, 2)
     routed_proof.problem(sizes, VirtualGroup(2, num_bytes, META).workspaces[0], torch.bfloat16)
 
 

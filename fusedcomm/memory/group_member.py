@@ -203,7 +203,9 @@ class Member:
     @outside_modes()
     def _make(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
         slot_bytes = max(num_bytes, min(_MIN_SLOT_BYTES, self.max_slot_bytes))
-        slot_bytes = min(1 << (slot_bytes - 1).bit_length(), self.max_slot_bytes)  # few sizes, so few growths
+        power = 1 << (slot_bytes.bit_length() - 1)
+        sizes = power, power + max(128, power // 8), 2 * power  # few, so few growths; rows may have notes behind them
+        slot_bytes = min(next(each for each in sizes if each >= slot_bytes), self.max_slot_bytes)
         size = Workspace.num_bytes(self.group_size, slot_bytes, self.guard_bytes)
         try:
             made = self._share(size, op, fingerprint)

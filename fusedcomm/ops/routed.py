@@ -193,6 +193,7 @@ def _dispatch(
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
     facts = {"num_experts": packed.shape[-1], "capacity": capacity, "k": k, "H": x.shape[1]}
+    facts["scored"] = scores is not None
     slot_bytes = bytes_of_rows(capacity, x.shape[1], x.itemsize)
     check = _fits(packed, x, scores, x.shape[0] * k, k, capacity, size)
     with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, facts, size, name, check) as way:

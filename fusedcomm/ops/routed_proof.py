@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
 
 
 # More tokens than programs; the first drops rows, the second's are vectors.
-SIZES = (Sizes(701, 29, 3, 3, 1200, 8), Sizes(600, 136, 2, 2, 2000, 1))
+SIZES = (Sizes(701, 29, 3, 3, 1201, 8), Sizes(600, 136, 2, 2, 2000, 1))
 
 
 @outside_modes()

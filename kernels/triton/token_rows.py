@@ -38,6 +38,13 @@ def _report_all(round, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _sent(sent_ptr, tile, tiles_in_row, capacity, RUNS: tl.constexpr):
+    """The row of the source for each row of a tile. One that nobody has noted may be any number."""
+    rows = tile // tl.maximum(tiles_in_row, 1) * RUNS + tl.arange(0, RUNS)
+    return rows if sent_ptr is None else tl.load(sent_ptr + rows, rows < capacity, other=-1)
+
+
+@triton.jit
 def _copy_rows(
     to,
     source,
@@ -60,9 +67,10 @@ def _copy_rows(
     first = tl.load(first_ptr + experts, experts < num_experts, other=0)
     filled = tl.load(filled_ptr + experts, experts < num_experts, other=0)
     num_tiles = tl.cdiv(capacity, TILE.block_runs) * tiles_in_row
+    sent = _sent(sent_ptr, tl.program_id(0), tiles_in_row, capacity, TILE.block_runs)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        row = tile // tiles_in_row * TILE.block_runs
-        rows = row + tl.arange(0, TILE.block_runs)
+        ahead = _sent(sent_ptr, tile + tl.num_programs(0), tiles_in_row, capacity, TILE.block_runs)
+        rows = tile // tiles_in_row * TILE.block_runs + tl.arange(0, TILE.block_runs)
         columns = tile % tiles_in_row * TILE.block_inner + tl.arange(0, TILE.block_inner)
         mask = (rows < capacity)[:, None] & (columns < N)[None, :]
         at = rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -72,14 +80,14 @@ def _copy_rows(
             )
         else:
             owned = (rows[:, None] >= first[None, :]) & (rows[:, None] < filled[None, :])
-            is_row = tl.max(owned.to(tl.int32), axis=1) != 0
-            sent = rows if sent_ptr is None else tl.load(sent_ptr + rows, is_row, other=0)
-            there = mask & (is_row & (sent >= 0) & (sent < capacity))[:, None]  # another call's routing has no notes
+            is_sent = (tl.max(owned.to(tl.int32), axis=1) != 0) & (sent >= 0) & (sent < capacity)
+            there = mask & is_sent[:, None]
             value = tl.load(source + sent.to(tl.int64)[:, None] * N + columns[None, :], there, other=0)
             if scores_ptr is not None:
-                score = tl.load(scores_ptr + rows, is_row, other=0)
+                score = tl.load(scores_ptr + rows, is_sent, other=0)
                 value = rounded(value.to(tl.float32) * score[:, None], to.dtype.element_ty)
             tl.store(to + at, value, there if FILL is None else mask)
+        sent = ahead  # asked for a tile before its rows are
 
 
 @triton.jit(do_not_specialize=["num_tokens", "capacity", "fingerprint", "rank"])

@@ -112,4 +112,5 @@ def test_a_row_is_stored_once_on_a_rank() -> None:
     slot = rank.segment[rank.slot_start(rank.epoch) :][: rows.nbytes].view(rows.dtype).view_as(rows)
     assert rows[:6].eq(1).all() and slot.isfinite().all(1).sum() == 3
     Routing(packed, 0, 1, 6).filled.add_(1)
-    assert not way.send(x, None, 2, Routing(packed, 0, 1, 6), 7)[6].any()
+    for scores in (None, torch.ones(6)):
+        assert not way.send(x, scores, 2, Routing(packed, 0, 1, 6), 7)[6].any()

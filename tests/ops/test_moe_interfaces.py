@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedcomm
+from fusedcomm.plan.routing import bytes_of_rows
 from tests.helpers.groups import empty_is_nan, fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.ops.test_moe import Case, H, N, Problem, integers
@@ -124,16 +125,14 @@ def test_flat_rows_of_a_token_switch(rank: int) -> None:
 def test_plans_and_flops(rank: int) -> None:
     x, w, up = (torch.empty(shape, device="meta") for shape in ((4, H), (2, H, N), (2, N, H)))
     ids, scores = torch.zeros(4, 2, dtype=torch.int64, device="meta"), torch.empty(4, 2, device="meta")
-    calls: dict[str, tuple[Any, ...]] = {
-        "moe_dispatch": (x, ids, 4, 64),
-        "dispatch_grouped_matmul": (x, ids, w, 4, 64),
-    }
+    calls: dict[str, tuple[Any, ...]] = {"moe_dispatch": (x, ids, 4, 64), "dispatch_grouped_matmul": (x, ids, w, 4, 64)}
     h, _, routing = fusedcomm.dispatch_grouped_matmul(*calls["dispatch_grouped_matmul"])
     calls |= {"moe_combine": (h, routing, scores), "grouped_matmul_combine": (h, up, routing, scores)}
     columns = [H, H, N, H]
     for (op, args), num in zip(calls.items(), columns, strict=True):
         plan = fusedcomm.explain(op, *args)
-        assert (plan.algorithm, plan.slot_bytes) == ("chunked", 64 * num * 4) and plan.op in plan.__repr__()
+        num_bytes = bytes_of_rows(64, num, 4) if "dispatch" in op else 64 * num * 4
+        assert (plan.algorithm, plan.slot_bytes) == ("chunked", num_bytes) and plan.op in plan.__repr__()
         with fresh_group(WORKSPACE_BYTES="2048") as group:
             small = fusedcomm.explain(op, *args, group=group)
             assert small.algorithm == "unfused" and "FUSEDCOMM_WORKSPACE_BYTES=2048" in small.reason
