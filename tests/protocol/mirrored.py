@@ -41,7 +41,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "869ce0092f63",
+            "620a63cee62e",
         ),
         "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
