@@ -69,11 +69,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "backward hook": lambda m: m.register_full_backward_hook(lambda *_: None),
     "forward": wrapped,
     "compiled": lambda m: setattr(m, "forward", torch.compile(m.forward, backend="eager")),
-    "frozen weight": lambda m: m.weight.requires_grad_(False),
+    "frozen weight": lambda m: m.weight.is_leaf and m.weight.requires_grad_(False),  # not where it is parametrized
     "frozen bias": lambda m: m.bias.requires_grad_(isinstance(m.given, Shard)),  # a Row's is summed by its backward
     "written": written,
     "parametrized": lambda m: parametrize.register_parametrization(m, "weight", Twice()),
-    "hook of the weight": lambda m: m.weight.register_hook(lambda g: g * 2),
+    "hook of the weight": lambda m: m.weight.requires_grad and m.weight.register_hook(lambda g: g * 2),
 }
 
 
