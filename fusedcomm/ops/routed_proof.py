@@ -62,6 +62,9 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
 
     xs, scores = integers(-2, 3, tokens, columns), integers(-2, 3, tokens, k)
     ids = integers(-1, experts * size, tokens * k)
+    others = torch.randperm(columns, generator=generator, device="cpu")  # of each column of a product
+    w = torch.eye(columns, device=device, dtype=dtype)[:, others].expand(experts, -1, -1).contiguous()
+    w *= torch.arange(1, experts + 1, device=device, dtype=dtype).view(-1, 1, 1)
 
     way = ByKernels(workspace, KIND, FINGERPRINT)
     x, score = xs[rank].to(device, dtype), scores[rank].to(device, torch.float32)
@@ -69,6 +72,7 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     routing = Routing(packed, rank, size, tokens * k)
     weighed = way.send(x, score.flatten(), k, routing, capacity)
     y, received = way.combine(rows, None, score, routing, k, True)
+    multiplied = way.combine(rows, w, score, routing, k, True)[1]
 
     all_rows, all_weighed = torch.zeros(2, size * capacity, columns, dtype=torch.int64, device="cpu").unbind()
     of_all = torch.stack([counts_of(each, experts * size) for each in ids])
@@ -81,5 +85,7 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     want = all_rows[own.clamp(min=0)].masked_fill((own < 0)[:, None], 0).view(tokens, k, columns)
     block = slice(rank * capacity, (rank + 1) * capacity)
     total = (want * scores[rank][..., None]).sum(1)
-    wanted = (all_rows[block], all_weighed[block], total, want)
-    return [(got, must.to(dtype)) for got, must in zip((rows, weighed, y, received), wanted, strict=True)]
+    factors = ids[rank].view(tokens, k, 1) % experts + 1
+    wanted = (all_rows[block], all_weighed[block], total, want, want[..., others] * factors)
+    found = rows, weighed, y, received, multiplied
+    return [(got, must.to(dtype)) for got, must in zip(found, wanted, strict=True)]

@@ -32,7 +32,7 @@ from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
 
 # Otherwise ptxas spills, to fit more blocks per multiprocessor than these persistent grids have.
-_ALL_REGISTERS = 255
+ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
 REGISTERS = 1 << 16  # of an SM
 _LEAST_ALONE = 24 << 20  # bytes read and written: all SMs then save the 2 us of the kernel that waits for them
@@ -52,9 +52,9 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
     (x, x_scale), (w, w_scale) = _values(x), _values(w)
     num_m = x.shape[-2]  # rows per batch; unused where w has no batches
     if w.shape[-2] == 0:  # the kernel needs K > 0
-        x, w = _zeros(s, dtype, *x.shape[:-1], 1), _zeros(s, dtype, *w.shape[:-2], 1, w.shape[-1])
+        x, w = zeros(s, dtype, *x.shape[:-1], 1), zeros(s, dtype, *w.shape[:-2], 1, w.shape[-1])
         x_scale = w_scale = None
-    x, w = s.contiguous(s.reshape(x, x.shape[:-1].numel(), x.shape[-1])), _matrices(s, w)
+    x, w = s.contiguous(s.reshape(x, x.shape[:-1].numel(), x.shape[-1])), matrices(s, w)
     _, num_k, num_n = w.shape
     parts = 1, num_k % tiles.BLOCK_K == 0
     describable = can_describe_x(s, x) and can_describe_w(s, w, *parts)
@@ -64,7 +64,7 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
         shape = replace(shape, shift=shift)
     numbers = () if w.stride(2) != 1 else spans.columns
     scaled = _scaled(w, x_scale, w_scale, dtype, fast)
-    config = _matmul_config(s, w, shape, "push", describable, _aligned(w, num_k, *numbers), scaled, dtype)
+    config = matmul_config(s, w, shape, "push", describable, aligned(w, num_k, *numbers), scaled, dtype)
     use_tma = s.device.has_tma and describable and tiles.boxes(config, shape)
     traits = Traits(
         use_tma,
@@ -77,19 +77,19 @@ def push(s: Builder, x: Operand, w: Operand, bias: Tensor | None, spans: RoundSp
         one_batch=spans.batches.size == 1,
         n_unit=unit(dtype.itemsize, num_n, *spans.columns),
         scaled=scaled,
-        **_loaded_units(w, use_tma),
+        **loaded_units(w, use_tma),
     )
     arguments = (
         describe_x(s, x, config) if use_tma else s.place(x),
-        *_weights(s, w, bias, config, use_tma, parts),
+        *weights(s, w, bias, config, use_tma, parts),
         vector(s, x_scale),
         vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
     num_programs = programs(s, "push", tiles.num_tiles(config, shape) * shape.count)
-    options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma)}
+    options = {"num_warps": config.num_warps, "num_stages": num_stages(s, config, use_tma)}
     if config.num_warps < 8:  # more leave no room for a block that ptxas would make
-        options["maxnreg"] = _ALL_REGISTERS
+        options["maxnreg"] = ALL_REGISTERS
     launch(s, "push_matmul.push_matmul_kernel", num_programs, arguments, **options)
 
 
@@ -129,7 +129,7 @@ def gather_matmul(
         k, dtype = payload.ks[0], payload.dtype
         spans = replace(spans, columns=Span(k, 0, max(k, 1), 0, k if len(payload.ks) > 1 else 0))
     w, w_scale = _values(w)
-    w = _matrices(s, w)
+    w = matrices(s, w)
     _, num_k, num_n = w.shape
     split_k = spans.columns.size != num_k
     assert own or not split_k
@@ -139,7 +139,7 @@ def gather_matmul(
     shape = _gather_shape(spans, num_n, 1 if split_k else s.group_size - (not own), num_parts)
     describable = can_describe_slots(spans, s.group_size, w.itemsize, row_numel) and can_describe_w(s, w, *parts)
     scaled = _scaled(w, x_scale, w_scale, dtype, fast, split_k)
-    config = _matmul_config(s, w, shape, "gather", describable, _aligned(w, *spans.columns), scaled, out.dtype)
+    config = matmul_config(s, w, shape, "gather", describable, aligned(w, *spans.columns), scaled, out.dtype)
     use_tma = s.device.has_tma and describable
     if use_tma and not one_run:  # a box is of one run
         config = config._replace(block_k=math.gcd(spans.columns.inner, config.block_k))
@@ -157,7 +157,7 @@ def gather_matmul(
         one_batch=spans.batches.size == 1,
         n_unit=unit(out.itemsize, num_n),
         scaled=scaled,
-        **_loaded_units(w, use_tma, *spans.columns),
+        **loaded_units(w, use_tma, *spans.columns),
     )
     num_tiles = tiles.num_tiles(config, shape)
     if num_tiles * shape.count == 0:
@@ -169,12 +169,12 @@ def gather_matmul(
     arguments = (
         s.place(out),
         describe_slots(s, spans, dtype, config, row_numel) if use_tma else None,
-        *_weights(s, w, bias, config, use_tma, parts),
+        *weights(s, w, bias, config, use_tma, parts),
         vector(s, x_scale),
         vector(s, w_scale),
         *_of_matmul(s, w, num_m, spans, config, traits),
     )
-    options = {"num_warps": config.num_warps, "num_stages": _num_stages(s, config, use_tma), "maxnreg": _ALL_REGISTERS}
+    options = {"num_warps": config.num_warps, "num_stages": num_stages(s, config, use_tma), "maxnreg": ALL_REGISTERS}
     num_programs = programs(s, "gather", num_tiles * shape.count)
     launch(s, "gather_matmul.gather_matmul_kernel", num_programs, arguments, **options)
 
@@ -246,7 +246,7 @@ def reduce(
         scale != 1.0,
         block,
     )
-    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, REGISTERS // (32 * num_warps * in_sm))}
+    options = {"num_warps": num_warps, "maxnreg": min(ALL_REGISTERS, REGISTERS // (32 * num_warps * in_sm))}
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
@@ -272,7 +272,7 @@ def _reduce_norm(
         block,
         n <= block,
     )
-    options = {"num_warps": num_warps, "maxnreg": min(_ALL_REGISTERS, REGISTERS // (32 * num_warps))}
+    options = {"num_warps": num_warps, "maxnreg": min(ALL_REGISTERS, REGISTERS // (32 * num_warps))}
     launch(s, "reduce_norm.reduce_norm_kernel", programs(s, kind, run.size // n), arguments, **options)
 
 
@@ -381,31 +381,31 @@ def programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int:
     return min(s.device.num_programs(kind) * per_sm, num_tiles)
 
 
-def _zeros(s: Builder, dtype: torch.dtype, *shape: int) -> Tensor:
+def zeros(s: Builder, dtype: torch.dtype, *shape: int) -> Tensor:
     """The product if K is 0."""
     made, none, numel = s.temporary(shape, dtype), s.temporary((0,), dtype), math.prod(shape)
     s.multiply(none.as_strided((1, numel, 0), (0, 0, 1)), none.view(1, 0, 1), None, made.view(1, numel, 1))
     return made
 
 
-def _matrices(s: Builder, w: Tensor) -> Tensor:
+def matrices(s: Builder, w: Tensor) -> Tensor:
     """w as the kernels' [num_batches, K, N], K or N contiguous."""
     w = w if 1 in w.stride()[-2:] else s.contiguous(w)
     return s.reshape(w, w.shape[:-2].numel(), *w.shape[-2:])
 
 
-def _weights(
+def weights(
     s: Builder, w: Tensor, bias: Tensor | None, config: tiles.TileConfig, use_tma: bool, parts: tuple[int, bool]
 ) -> tuple[Any, Place | None]:
     return describe_w(s, w, config, *parts) if use_tma else s.place(w), vector(s, bias)
 
 
-def _aligned(w: Tensor, *numbers: int) -> bool:
+def aligned(w: Tensor, *numbers: int) -> bool:
     """Whether loads by pointer can take 8 bytes: rows of w and these numbers of elements are multiples."""
     return all(number * w.itemsize % 8 == 0 for number in (row_step(w), *numbers))
 
 
-def _loaded_units(w: Tensor, use_tma: bool, *columns: int) -> dict[str, int]:
+def loaded_units(w: Tensor, use_tma: bool, *columns: int) -> dict[str, int]:
     if use_tma:
         return {}
     strides = (row_step(w), w.stride(0) if len(w) > 1 else 0)
@@ -447,7 +447,7 @@ def _in_whole_blocks(columns: Span, block_k: int, in_runs: int) -> bool:
     return columns.size == 0 or columns.inner % block_k == 0 or (not in_runs and columns.size % block_k == 0)
 
 
-def _matmul_config(
+def matmul_config(
     s: Builder,
     w: Tensor,
     shape: tiles.Shape,
@@ -471,7 +471,7 @@ def _matmul_config(
     )
 
 
-def _num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:
+def num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:
     """On Hopper and later Triton before 3.7 leaves out the fence that tensor cores need behind copies by pointer
     (cp.async). One stage needs none: data go through registers, and stores from there are fenced.
     """

@@ -1,10 +1,13 @@
 """`fused` rounds of a mixture of experts. Their sizes are static: no step depends on counts, which kernels read.
 
-A slot holds the rows of one rank: sources write those of a dispatch where they belong, and a combine reads its peers'
-slots. Its reads come before this rank's signals of the next round, as in `fusedcomm.memory.workspace`; so they come
-before any rank writes the slot of that parity again, in its own segment or in another.
+A slot holds the rows of one rank: of its experts in a dispatch, of its choices in a combine, written by their sources.
+Where some rank has more choices than a slot has rows, a combine reads its peers' slots. Its reads come before this
+rank's signals of the next round, as in `fusedcomm.memory.workspace`; so they come before any rank writes the slot of
+that parity again, in its own segment or in another.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +18,9 @@ from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.builder import Builder, Given
 from fusedcomm.plan.descriptors import unit
 from fusedcomm.plan.geometry import payloads
+from fusedcomm.plan.grouped import grouped_matmul
 from fusedcomm.plan.routing import ROWS, Routing, packed_shape
-from fusedcomm.plan.schedule import EndRound, Table
+from fusedcomm.plan.schedule import EndRound, Place, Table
 
 _BLOCK, _EXPERTS = 128, 64  # choices that a program places, and experts that it counts at a time
 
@@ -41,8 +45,10 @@ def dispatch(
     with s.lane("plan"):
         static = s.group_size, own, alignment, ROWS, 1 << (own - 1).bit_length()
         _plan(s, "plan", s.group_size, packed, offsets, begins, num_choices, k, capacity, s.rank, *static)
+        _plan(s, "shift", s.group_size, packed, *static[:2], *static[3:])
         if num_blocks:
-            tensors = routing.places, ids, blocks, begins, routing.kept[s.rank]
+            of_rank = routing.kept[s.rank], routing.shifts[s.rank]
+            tensors = routing.places, routing.indices, ids, blocks, begins, *of_rank
             _plan(s, "place", num_blocks, *tensors, *sizes, capacity, own, _BLOCK)
     return [*send(s, x, None, packed, k=k, capacity=capacity), offsets, packed]
 
@@ -70,28 +76,48 @@ def send(s: Builder, x: Tensor, scores: Given, packed: Tensor, *, k: int, capaci
     routing = Routing(packed, s.rank, s.group_size, len(x) * k)
     rows = s.result((capacity, x.shape[1]), x.dtype)
     with s.lane("push"):
-        _of_tokens(s, "send_rows", "push", 4, [x, _flat(s, scores)], routing, x, k, capacity)
+        tensors = x, _flat(s, scores), routing.places
+        _of_tokens(s, "send_rows", "push", 4, tensors, x, k, capacity)
     with s.lane("copy"):
         kind = launches.copy_out(s, 2 * capacity * x.shape[1] * x.itemsize, beside=False, arrived=False)
-        _of_slot(s, "take_rows", kind, rows, routing, scores is not None)
+        _take(s, kind, rows, routing, scores is not None)
     s.add(EndRound(by_kernel=True))
     return [rows]
 
 
 def combine(
-    s: Builder, h: Tensor, scores: Given, packed: Tensor, *, num_tokens: int, k: int, return_received: bool
+    s: Builder,
+    h: Tensor,
+    w: Given,
+    scores: Given,
+    packed: Tensor,
+    *,
+    num_tokens: int,
+    k: int,
+    return_received: bool,
 ) -> list[Tensor]:
-    """[T, N]: sums of each token's rows of all ranks' h [capacity, N] times scores [T * k]; and the rows [T, k, N]."""
-    h, (capacity, n) = s.contiguous(h), h.shape
+    """[T, N]: sums of each token's rows of all ranks' h [capacity, N] times scores [T * k]; and the rows [T, k, N].
+
+    With w [E / R, K, N] the rows are those of h [capacity, K] times the w of their experts.
+    """
+    capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
+    if w is not None and 0 in (capacity, *w.shape[1:]):
+        h, w = launches.zeros(s, h.dtype, capacity, n), None
     routing = Routing(packed, s.rank, s.group_size, num_tokens * k)
+    assert w is None or len(w) * s.group_size == routing.num_experts
     y = s.result((num_tokens, n), h.dtype)
     received = s.result((num_tokens, k, n), h.dtype) if return_received else None
-    with s.lane("push"):
-        _of_slot(s, "show_rows", "pack", h, routing)
+    if w is None:
+        with s.lane("push"):
+            _return(s, s.contiguous(h), routing)
+    else:
+        with s.lane("matmul"):
+            grouped_matmul(s, h, w, _returns(s, routing))
     with s.lane("copy"):
         num_bytes = (k + 1 + k * return_received) * y.numel() * h.itemsize
         kind = launches.copy_out(s, num_bytes, beside=False, arrived=False)
-        _of_tokens(s, "add_rows", kind, 2, [y, received, _flat(s, scores)], routing, y, k, capacity)
+        tensors = y, received, _flat(s, scores), routing.places, routing.indices, routing.returned
+        _of_tokens(s, "add_rows", kind, 2, tensors, y, k, capacity)
     s.add(EndRound(by_kernel=True))
     return [y] if received is None else [y, received]
 
@@ -101,35 +127,46 @@ def _flat(s: Builder, scores: Given) -> Given:
 
 
 def _of_tokens(
-    s: Builder,
-    name: str,
-    kind: str,
-    in_sm: int,
-    tensors: list[Given],
-    routing: Routing,
-    rows: Tensor,
-    k: int,
-    capacity: int,
+    s: Builder, name: str, kind: str, in_sm: int, tensors: Sequence[Given], rows: Tensor, k: int, capacity: int
 ) -> None:
     """Launch programs that each take one of the tokens [T, N] after the other."""
     num_tokens, n = rows.shape
     block, num_warps = tiles.rows_config(s.device.architecture, n, rows.itemsize)
-    places = [*map(s.optional, tensors), s.place(routing.places)]
     sizes = num_tokens, capacity, n, s.memory.slot_bytes
-    arguments = *places, Table(), *sizes, *launches.of_round(s), k, unit(rows.itemsize, n), block
+    static = k, unit(rows.itemsize, n), block
+    arguments = *map(s.optional, tensors), Table(), *sizes, *launches.of_round(s), *static
     _launch(s, name, kind, num_tokens, in_sm, arguments, num_warps)
 
 
-def _of_slot(s: Builder, name: str, kind: str, rows: Tensor, routing: Routing, *scored: bool) -> None:
-    """Launch programs that copy the experts' rows between the slot and a tensor [capacity, N]."""
+def _returns(s: Builder, routing: Routing) -> list[Place]:
+    own = routing.experts(s.rank)
+    of_experts = [t[..., own] for t in (routing.first, routing.filled, routing.kept, routing.shifts)]
+    return [*map(s.place, of_experts), s.place(routing.returned)]
+
+
+def _return(s: Builder, rows: Tensor, routing: Routing) -> None:
+    """Launch programs that each take one of the experts' rows [capacity, N] after the other."""
+    capacity, n = rows.shape
+    own = s.place(rows), *_returns(s, routing)
+    block, num_warps = tiles.rows_config(s.device.architecture, n, rows.itemsize)
+    num_experts = routing.num_experts // s.group_size
+    sizes = num_experts, capacity, n, s.memory.slot_bytes
+    aligned = math.gcd(16 // rows.itemsize, n)
+    static = unit(rows.itemsize, n), aligned, block, 1 << (num_experts - 1).bit_length()
+    arguments = *own, Table(), *sizes, *launches.of_round(s), *static
+    _launch(s, "return_rows", "push", capacity, 4, arguments, num_warps)
+
+
+def _take(s: Builder, kind: str, rows: Tensor, routing: Routing, scored: bool) -> None:
+    """Launch programs that copy the experts' rows out of the slot into a tensor [capacity, N]."""
     capacity, n = rows.shape
     config = tiles.copy_config(s.device.architecture, Span(capacity * n, 0, max(n, 1), n, 0), rows.itemsize)
     first, filled = (t[routing.experts(s.rank)] for t in (routing.first, routing.filled))
     sizes = len(first), capacity, n, s.memory.slot_bytes
-    static = unit(rows.itemsize, n), config, 1 << (len(first) - 1).bit_length()
-    arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *scored, *static
+    static = scored, unit(rows.itemsize, n), config, 1 << (len(first) - 1).bit_length()
+    arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *static
     num_tiles = -(-capacity // config.block_runs) * -(-n // config.block_inner)
-    _launch(s, name, kind, num_tiles, 1, arguments, config.num_warps)
+    _launch(s, "take_rows", kind, num_tiles, 1, arguments, config.num_warps)
 
 
 def _launch(

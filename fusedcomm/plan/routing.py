@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import RoutingRows
 
-ROWS = RoutingRows(*range(4), counts=6)
+ROWS = RoutingRows(*range(4), returned=6, counts=7)
 
 
 class Run(NamedTuple):
@@ -26,16 +26,19 @@ class Run(NamedTuple):
 
 
 class Routing:
-    """Views of a routing tensor, int64 [8 + 2R + ceil(num_slots / E), E].
+    """Views of a routing tensor, int64 [9 + 3R + 2 * ceil(num_slots / E), E].
 
     Attributes:
         overflow: bool [], whether any rank's rows are dropped.
         ends: int32 [E / R], `ends_of`.
         counts: [R, E], rows that each rank has for each expert.
         kept: [R, E], those that have a place.
+        returned: [R], the sum of each rank's.
         first: [E], the row where each expert begins on its rank.
         filled: [E], where its rows end; behind them is room to align.
+        shifts: [R, E], from a rank's row of an expert to its index, its number among the rank's rows in that order.
         places: [num_slots], expert's rank * capacity + row, or -1.
+        indices: [num_slots], the index of each row that has a place.
         order: [num_slots], the slots in the order of their places.
     """
 
@@ -44,7 +47,9 @@ class Routing:
         self.packed = packed
         self.counts, self.kept = packed[ROWS.counts : ROWS.counts + 2 * group_size].view(2, group_size, -1)
         self.first, self.filled = packed[ROWS.counts + 2 * group_size :][:2]
-        self.places = packed[ROWS.counts + 2 * group_size + 2 :].view(-1)[:num_slots]
+        self.returned = packed[ROWS.returned, :group_size]
+        self.shifts = packed[ROWS.counts + 2 * group_size + 2 :][:group_size]
+        self.places, self.indices = packed[ROWS.counts + 3 * group_size + 2 :].view(2, -1)[:, :num_slots]
 
     @cached_property
     def order(self) -> Tensor:
@@ -99,7 +104,7 @@ def bytes_of_rows(capacity: int, n: int, itemsize: int) -> int:
 
 def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:
     """``num_slots`` may be symbolic."""
-    return ROWS.counts + 2 * group_size + 2 + (num_slots + num_experts - 1) // num_experts, num_experts
+    return ROWS.counts + 3 * group_size + 2 + 2 * ((num_slots + num_experts - 1) // num_experts), num_experts
 
 
 def overflow(packed: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def counts_of(expert_ids: Tensor, num_experts: int) -> Tensor:
 
 def sizes_of(packed: Tensor) -> list[int]:
     """[num_slots, k, capacity] of the dispatch. On a GPU the host waits for them."""
-    found: list[int] = packed[ROWS.sizes : ROWS.counts, 0].tolist()
+    found: list[int] = packed[ROWS.sizes : ROWS.returned, 0].tolist()
     return found
 
 
@@ -149,7 +154,8 @@ def pack(expert_ids: Tensor, k: int, counts: Tensor, rank: int, capacity: int, a
     row = first[clamped] + before[rank][clamped] + index
     place = clamped // (num_experts // group_size) * capacity + row
     has_place = (by_expert >= 0) & (index < kept[rank][clamped])
-    places = torch.empty_like(order).scatter_(0, order, place.masked_fill(~has_place, -1))
+    shifts = kept.cumsum(1) - kept - first - (kept.cumsum(0) - kept)
+    of_choices = torch.stack([place.masked_fill(~has_place, -1), row + shifts[rank][clamped]])
 
     packed = counts.new_zeros(packed_shape(num_slots, num_experts, group_size))
     packed[ROWS.overflow] = (counts != kept).any()
@@ -158,9 +164,10 @@ def pack(expert_ids: Tensor, k: int, counts: Tensor, rank: int, capacity: int, a
     packed[ROWS.ends, : num_experts // group_size] = ends[rank]
     packed[ROWS.totals] = counts.sum(0)
     filled = first + rows.flatten()
-    packed[ROWS.counts : ROWS.counts + 2 * group_size + 2] = torch.cat([counts, kept, first[None], filled[None]])
-    made = Routing(packed, rank, group_size, num_slots)
-    made.places.copy_(places)
+    packed[ROWS.returned, :group_size] = kept.sum(1)
+    rows_of_all = torch.cat([counts, kept, first[None], filled[None], shifts])
+    packed[ROWS.counts : ROWS.counts + len(rows_of_all)] = rows_of_all
+    packed[ROWS.counts + len(rows_of_all) :].view(2, -1)[:, order] = of_choices
     return packed
 
 

@@ -121,9 +121,8 @@ class ByKernels:
         self, h: Tensor, w: Tensor | None, scores: Tensor | None, routing: Routing, k: int, return_received: bool
     ) -> list[Tensor]:
         """[T, N], and the rows [T, k, N] if asked for."""
-        rows = h if w is None else grouped_matmul(h, w, routing.ends)
         facts = {"num_tokens": len(routing.places) // k, "k": k, "return_received": return_received}
-        return self._run(routed_rounds.combine, rows, scores, routing.packed, **facts)
+        return self._run(routed_rounds.combine, h, w, scores, routing.packed, **facts)
 
     def _run(self, program: Callable[..., list[Tensor]], *inputs: Tensor | None, **facts: Any) -> list[Tensor]:
         workspace = self.workspace

@@ -120,7 +120,18 @@ class RoutingRows(NamedTuple):
     ends: int
     totals: int
     sizes: int  # 3 rows
-    counts: int  # R rows, then R of kept counts, first and filled rows, places
+    returned: int  # [R], then nothing
+    counts: int  # R rows, then R of kept counts, first and filled rows, R of shifts, places, indices
+
+
+class Returns(NamedTuple):
+    """Where a rank's rows go in a combine: pointers into a routing tensor, from this rank's first expert on."""
+
+    first: Any  # [E / R], as its filled rows
+    filled: Any
+    kept: Any  # [R, E], as its shifts
+    shifts: Any
+    sums: Any  # [R]: `returned`
 
 
 class Scaled(NamedTuple):

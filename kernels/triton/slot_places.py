@@ -88,7 +88,7 @@ def plan_kernel(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Fill in all of a routing tensor but the places. A program takes the experts of one rank."""
+    """Fill in a routing tensor but for shifts, places and indices. A program takes the experts of one rank."""
     E: tl.constexpr = GROUP_SIZE * OWN
     owner = tl.program_id(0)
     nth = tl.arange(0, EXPERTS)
@@ -123,20 +123,50 @@ def plan_kernel(
         tl.store(offsets_ptr + nth, ends.to(tl.int32), mask)
 
 
+@triton.jit
+def shift_kernel(
+    packed_ptr,  # as plan_kernel has left it
+    GROUP_SIZE: tl.constexpr,
+    OWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Fill in what leads a rank's rows back to it, a program for each rank: shifts, and their sum."""
+    E: tl.constexpr = GROUP_SIZE * OWN
+    src_rank = tl.program_id(0)
+    nth, ranks = tl.arange(0, EXPERTS), tl.arange(0, triton.next_power_of_2(GROUP_SIZE))
+    mask = nth < OWN
+    index = tl.cast(0, tl.int64)
+    for owner in range(GROUP_SIZE):
+        first = packed_ptr + (ROWS.counts + 2 * GROUP_SIZE) * E + owner * OWN + nth
+        kept = packed_ptr + (ROWS.counts + GROUP_SIZE) * E + owner * OWN + nth
+        earlier = (ranks < src_rank)[:, None] & mask[None, :]
+        before = tl.sum(tl.load(kept[None, :] + ranks[:, None] * E, earlier, other=0), axis=0)
+        own = tl.load(kept + src_rank * E, mask, other=0)
+        shift = index + tl.cumsum(own, axis=0) - own - before - tl.load(first, mask, other=0)
+        tl.store(first + (2 + src_rank) * E, shift, mask)
+        index += tl.sum(own, axis=0)
+    tl.store(packed_ptr + ROWS.returned * E + src_rank, index)
+
+
 @triton.jit(do_not_specialize=["num_choices", "num_experts", "capacity"])
 def place_kernel(
     places_ptr,  # [T * k]
+    indices_ptr,  # [T * k]
     ids_ptr,  # [T * k]
     blocks_ptr,  # [blocks, E], by scan_kernel
     begins_ptr,  # [E]
-    kept_ptr,  # [E], this rank's
+    kept_ptr,  # [E], this rank's, as
+    shifts_ptr,
     num_choices,
     num_experts,
     capacity,
     OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """places[i] = rank of the expert of choice i * capacity + its row there, or -1 where it has none."""
+    """places[i] = rank of the expert of choice i * capacity + its row there, or -1 where it has none; indices[i] = the
+    number of the row among those of this rank.
+    """
     i, chosen = _experts(ids_ptr, num_choices, num_experts, BLOCK)
     nth = tl.arange(0, BLOCK)
     same = (chosen[:, None] == chosen[None, :]) & (nth[:, None] > nth[None, :])
@@ -147,3 +177,4 @@ def place_kernel(
     row = tl.load(begins_ptr + chosen, mask, other=0) + index
     place = (chosen // OWN).to(tl.int64) * capacity + row
     tl.store(places_ptr + i, tl.where(mask & (index < kept), place, -1), i < num_choices)
+    tl.store(indices_ptr + i, row + tl.load(shifts_ptr + chosen, mask, other=0), i < num_choices)

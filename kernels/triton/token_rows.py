@@ -1,14 +1,16 @@
 """Rows of tokens that go to experts and come back: pushes by places, their copy-out, and sums of rows in all slots.
 
 A place is rank * capacity + row, or -1 where a token's choice has no row. The slot of a round is one block of rows,
-[capacity, N]: a dispatch stores rows of all sources in it, and in a combine its owner does. A token's row goes to a
-rank once, to the first of its rows there. Behind the block is the number of that row for each of them, int32
-[capacity], and its score, float32 [capacity].
+[capacity, N]. In a dispatch they are those of the owner's experts: a token's row goes to a rank once, to the first of
+its rows there. Behind the block is the number of that row for each of them, int32 [capacity], and its score, float32
+[capacity]. In a combine they are those of the owner's choices, by index; where a rank has more than fit, as all ranks
+know, each rank's rows stay in its own slot instead.
 """
 
 import triton
 import triton.language as tl
 
+from fusedcomm.kernels.triton.bundles import Returns
 from fusedcomm.kernels.triton.primitives import in_units, rounded
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, report, slot_of, wait_all
 
@@ -31,7 +33,46 @@ def _notes(segment, epoch, capacity, N, slot_bytes, LAYOUT: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _report_all(round, LAYOUT: tl.constexpr):
+def all_fit(sums_ptr, capacity, LAYOUT: tl.constexpr):
+    """Whether a combine's rows fit the slots of the ranks that they return to."""
+    ranks = tl.arange(0, triton.next_power_of_2(LAYOUT.group_size))
+    return tl.max(tl.load(sums_ptr + ranks, ranks < LAYOUT.group_size, other=0), axis=0) <= capacity
+
+
+@triton.jit
+def way_back(
+    rows,
+    expert,
+    returns,
+    fit,
+    num_experts,
+    capacity,
+    N,
+    round,
+    LAYOUT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The element where each row of an expert goes, from this rank's slot on: in the slot of the rank whose choice it
+    is, by index, or where they do not fit, in its own. ALIGNED divides N, up to 16 bytes.
+    """
+    GROUP_SIZE: tl.constexpr = LAYOUT.group_size
+    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    begin = tl.load(returns.first + expert)
+    to = rows * N
+    for src_rank in tl.static_range(GROUP_SIZE):  # a loop would keep the one around it from being flattened
+        of_rank = src_rank * num_experts * LAYOUT.group_size + expert
+        end = begin + tl.load(returns.kept + of_rank)
+        index = rows + tl.load(returns.shifts + of_rank)
+        here = fit & (rows >= begin) & (rows < end) & (index >= 0) & (index < capacity)
+        apart = (tl.load(round.segments_ptr + src_rank) - round.segment) // ITEMSIZE
+        to = tl.where(here, apart + index * N, to)
+        begin = end
+    return to // ALIGNED * ALIGNED
+
+
+@triton.jit
+def report_all(round, LAYOUT: tl.constexpr):
     """Each program has stored its part of every rank's rows."""
     for step in range(LAYOUT.group_size):
         report(round, (round.rank + step) % LAYOUT.group_size, 1, tl.num_programs(0), LAYOUT)
@@ -48,14 +89,14 @@ def _sent(sent_ptr, tile, tiles_in_row, capacity, RUNS: tl.constexpr):
 def _copy_rows(
     to,
     source,
-    sent_ptr,  # [capacity], the row of source for each row, or None: the same
+    sent_ptr,  # [capacity], the row of source for each row
     scores_ptr,  # [capacity], or None
     first_ptr,  # [E], the rows where experts begin, and
     filled_ptr,  # [E], end
     num_experts,
     capacity,
     N,
-    FILL: tl.constexpr,  # None: rows of no expert stay as they are
+    FILL: tl.constexpr,
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
@@ -86,7 +127,7 @@ def _copy_rows(
             if scores_ptr is not None:
                 score = tl.load(scores_ptr + rows, is_sent, other=0)
                 value = rounded(value.to(tl.float32) * score[:, None], to.dtype.element_ty)
-            tl.store(to + at, value, there if FILL is None else mask)
+            tl.store(to + at, value, mask)
         sent = ahead  # asked for a tile before its rows are
 
 
@@ -138,7 +179,7 @@ def send_rows_kernel(
                         tl.store(sent + at, first.to(tl.int32))
                         if scores_ptr is not None:
                             tl.store(scores + at, tl.load(scores_ptr + i).to(tl.float32))
-    _report_all(round, LAYOUT)
+    report_all(round, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["num_experts", "capacity", "fingerprint", "rank"])
@@ -180,10 +221,13 @@ def take_rows_kernel(
 
 
 @triton.jit(do_not_specialize=["num_experts", "capacity", "fingerprint", "rank"])
-def show_rows_kernel(
+def return_rows_kernel(
     rows_ptr,  # [capacity, N], contiguous
-    first_ptr,
+    first_ptr,  # these five are Returns
     filled_ptr,
+    kept_ptr,
+    shifts_ptr,
+    sums_ptr,
     segments_ptr,  # [R] addresses of the ranks' segments
     num_experts,
     capacity,
@@ -193,15 +237,32 @@ def show_rows_kernel(
     rank,
     LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
-    TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Copy the experts' rows into this rank's own slot, where peers read them, and signal every rank."""
+    """Store the experts' rows in the slots of the ranks whose choices they are, and signal every rank.
+
+    The kernel waits for nothing: a slot is free by rule 1 of the protocol.
+    """
     N = in_units(N, UNIT)
+    returns = Returns(first_ptr, filled_ptr, kept_ptr, shifts_ptr, sums_ptr)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
-    slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, rows_ptr.dtype.element_ty)
-    _copy_rows(slot, rows_ptr, None, None, first_ptr, filled_ptr, num_experts, capacity, N, None, TILE, EXPERTS)
-    _report_all(round, LAYOUT)
+    dtype = rows_ptr.dtype.element_ty
+    slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
+    fit, experts = all_fit(sums_ptr, capacity, LAYOUT), tl.arange(0, EXPERTS)
+    first = tl.load(first_ptr + experts, experts < num_experts, other=0)
+    filled = tl.load(filled_ptr + experts, experts < num_experts, other=0)
+    for row in range(tl.program_id(0), capacity, tl.num_programs(0)):
+        owned = (row >= first) & (row < filled)
+        if tl.max(owned.to(tl.int32), axis=0) != 0:
+            expert, wide = tl.max(tl.where(owned, experts, 0), axis=0), tl.cast(row, tl.int64)
+            to = way_back(wide, expert, returns, fit, num_experts, capacity, N, round, LAYOUT, dtype, ALIGNED)
+            for begin in range(0, N, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                value = tl.load(rows_ptr + wide * N + columns, columns < N)
+                tl.store(slot + to + columns, value, columns < N)
+    report_all(round, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "capacity", "fingerprint", "rank"])
@@ -209,7 +270,9 @@ def add_rows_kernel(
     y_ptr,  # [T, N], contiguous
     received_ptr,  # [T * K, N], or None
     scores_ptr,  # [T * K], or None
-    places_ptr,  # [T * K]
+    places_ptr,  # [T * K], as indices
+    indices_ptr,
+    sums_ptr,  # [R]
     segments_ptr,  # [R] addresses of the ranks' segments
     num_tokens,
     capacity,
@@ -223,15 +286,16 @@ def add_rows_kernel(
     BLOCK: tl.constexpr,
 ):
     """y[t] = sum of received[i] * scores[i] over t's choices i, in order, in float32, rounded once. received[i] is the
-    row at the place of i, in the slot of its rank, or zero.
+    row of the slot at the index of i, or where rows do not fit, that at its place in the slot of its rank; or zero.
 
-    The kernel waits, bounded, for the signal of each rank's show_rows_kernel, and ends the round: peers' slots are read
-    before. On failure it writes NaN.
+    The kernel waits, bounded, for the signal of each rank's return_rows_kernel or grouped_matmul_kernel, and ends the
+    round: peers' slots are read before. On failure it writes NaN.
     """
     N = in_units(N, UNIT)
     dtype = y_ptr.dtype.element_ty
     round = next_round(segments_ptr, rank, fingerprint)
     failed = wait_all(round, LAYOUT)
+    fit = all_fit(sums_ptr, capacity, LAYOUT)
     for token in range(tl.program_id(0), tl.where(failed, 0, num_tokens), tl.num_programs(0)):
         wide = tl.cast(token, tl.int64)
         for begin in range(0, N, BLOCK):
@@ -240,8 +304,11 @@ def add_rows_kernel(
             for choice in tl.range(0, K, loop_unroll_factor=4):
                 i = wide * K + choice
                 src_rank, at, there = _place(places_ptr, i, capacity, LAYOUT.group_size)
-                slot = slot_of(tl.load(segments_ptr + src_rank), round.epoch, slot_bytes, LAYOUT, dtype)
-                value = tl.load(slot + at * N + columns, columns < tl.where(there, N, 0), other=0)
+                index = tl.load(indices_ptr + i)
+                there &= (fit == 0) | ((index >= 0) & (index < capacity))
+                segment = tl.load(segments_ptr + tl.where(fit, rank, src_rank))
+                row = slot_of(segment, round.epoch, slot_bytes, LAYOUT, dtype) + tl.where(fit, index, at) * N
+                value = tl.load(row + columns, columns < tl.where(there, N, 0), other=0)
                 if received_ptr is not None:
                     tl.store(received_ptr + i * N + columns, value, columns < N)
                 addend = value.to(tl.float32)

@@ -141,7 +141,7 @@ _OTHERS: dict[str, dict[str, Iterable[str]]] = {  # steps of ops that share the 
     **{op: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")} for op in NORMS},
     SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
     DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", "launch-send_rows", "launch-take_rows")},
-    COMBINE: {"chunked": _OF_ROWS, "fused": ("launch-show_rows", "launch-add_rows")},
+    COMBINE: {"chunked": _OF_ROWS, "fused": ("launch-return_rows", "launch-add_rows")},
 }
 CELLS = (
     *(

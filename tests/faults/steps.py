@@ -55,7 +55,7 @@ FUSED = {
             ("reduce", "reduce", "reduce_kernel"),
             ("reduce_norm", "reduce_norm", "reduce_norm_kernel"),
             ("unpack", "copy", "unpack_kernel"),
-            *((name, "token_rows", f"{name}_kernel") for name in ("send_rows", "take_rows", "show_rows", "add_rows")),
+            *((name, "token_rows", f"{name}_kernel") for name in ("send_rows", "take_rows", "return_rows", "add_rows")),
         )
     },
     "signal": "fusedcomm.kernels.triton.rounds:signal",

@@ -38,7 +38,8 @@ from tests.helpers.token_rows import run_kernel
 RANK, GROUP_SIZE = 1, 4
 NUM_SMS = 132
 ARCHITECTURES = (80, 90, 100)
-IN_SM = {"reduce_kernel": 2, "norm_kernel": 2, "send_rows_kernel": 4, "add_rows_kernel": 2}  # programs; others: 1
+# programs; others: 1
+IN_SM = {"reduce_kernel": 2, "norm_kernel": 2, "send_rows_kernel": 4, "return_rows_kernel": 4, "add_rows_kernel": 2}
 
 WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16"}  # in bytes; words of the protocol are b64
 COUNTED = {
@@ -225,13 +226,16 @@ def norm_rows(n: int, dtype: torch.dtype = torch.bfloat16) -> None:
 
 def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True) -> None:
     """Launch one of the kernels of a dispatch or combine of 8192 tokens to 64 experts, 8 each."""
-    k, capacity, combines = 8, 16384, kernel in ("show_rows", "add_rows")
+    k, capacity, combines = 8, 16384, kernel not in ("send_rows", "take_rows")
     packed = torch.empty(routing.packed_shape(8192 * k, 64, GROUP_SIZE), dtype=torch.int64, device="meta")
     rows = torch.empty(capacity if combines else 8192, n, dtype=dtype, device="meta")
     weights = torch.empty(8192 * k, device="meta") if scores else None
-    facts = {"num_tokens": 8192, "return_received": scores} if combines else {"capacity": capacity}
-    program = routed_rounds.combine if combines else routed_rounds.send
-    run_kernel(kernel, program, MetaWorkspace(), 1, rows, weights, packed, k=k, **facts)
+    if not combines:
+        run_kernel(kernel, routed_rounds.send, MetaWorkspace(), 1, rows, weights, packed, k=k, capacity=capacity)
+        return
+    w = torch.empty(64 // GROUP_SIZE, n, n, dtype=dtype, device="meta") if kernel == "grouped_matmul" else None
+    facts = {"num_tokens": 8192, "return_received": scores}
+    run_kernel(kernel, routed_rounds.combine, MetaWorkspace(), 1, rows, w, weights, packed, k=k, **facts)
 
 
 def places(kernel: str) -> None:
@@ -289,10 +293,12 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "norm 8192", partial(norm_rows, 8192)
     yield "reduce and norm fp32", partial(reduce_norm, 4096, torch.float32)
     yield "reduce and norm of 16 ranks", partial(reduce_norm, 16384, group_size=16)
-    for kernel in ("send rows", "take rows", "show rows", "add rows"):
+    for kernel in ("send rows", "take rows", "return rows", "grouped matmul", "add rows"):
         yield kernel, partial(token_rows, kernel.replace(" ", "_"))
         yield f"{kernel} fp32 odd", partial(token_rows, kernel.replace(" ", "_"), 4100, torch.float32, scores=False)
-    yield from ((f"{kernel} choices", partial(places, kernel)) for kernel in ("count", "scan", "plan", "place"))
+    yield from (
+        (f"{kernel} choices", partial(places, kernel)) for kernel in ("count", "scan", "plan", "shift", "place")
+    )
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)
     yield "begin push", lambda: launch_now.begin_push(MetaWorkspace())

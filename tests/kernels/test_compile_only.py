@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test of a target waits for a 
 SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # sm_80's kernels run on sm_86, 89 and 120 too
 REGISTERS = 64 << 10  # how many a multiprocessor has
 SENDS = {"push_matmul_kernel", "pack_kernel", "begin_push_kernel", "signal_kernel"}
-SENDS |= {"send_rows_kernel", "show_rows_kernel"}
+SENDS |= {"send_rows_kernel", "return_rows_kernel", "grouped_matmul_kernel"}
 
 
 # Every 32-bit product of run-time values in a kernel, and what bounds it: fusedcomm/memory/segment.py:MOST_SLOT_BYTES
@@ -34,6 +34,10 @@ BOUNDED_PRODUCTS = {
         "can_describe_slots"
     ),
     "gather_matmul.py: row = (src_rank * spans.batches.size + b) * spans.rows.size + i": "can_describe_slots",
+    "grouped_matmul.py: ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)": (
+        "launches._MOST_TILES"
+    ),
+    "matmul.py: return (batch * (rows if len(w.block_shape) == 2 else PARTS)).to(tl.int32)": "can_describe_w",
     "matmul.py: begin = (tile // tiles_in_run) * span.inner": "the columns of a chunk",
     "matmul.py: return num_runs * tl.cdiv((span.inner if several else span.size) + SHIFT, BLOCK)": (
         "the tiles of a chunk"
@@ -125,7 +129,7 @@ def test_tiles_are_loaded_by_tma(compiled: Compiled, arch: int) -> None:
 def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, arch: int) -> None:
     """By TMA one loop runs through tiles and K. Where K is gathered, another before it waits for the sources."""
     for name, kernel in compiled.items():
-        if kernel["kernel"] in ("push_matmul_kernel", "gather_matmul_kernel"):
+        if kernel["kernel"] in ("push_matmul_kernel", "gather_matmul_kernel", "grouped_matmul_kernel"):
             assert kernel["joined"] == (kernel["counts"]["tma_loads"] > 0), name
             assert kernel["loops"] == 1 + name.startswith("gather K"), name
 
@@ -133,9 +137,9 @@ def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, 
 def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
     at_least = {"unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4, "reduce_kernel": 2}
     at_least |= {"reduce_norm_kernel": 4, "norm_kernel": 1}
-    at_least |= {"send_rows_kernel": 2, "take_rows_kernel": 4, "show_rows_kernel": 4, "add_rows_kernel": 2}
+    at_least |= {"send_rows_kernel": 2, "take_rows_kernel": 4, "return_rows_kernel": 2, "add_rows_kernel": 2}
     for name, kernel in compiled.items():
-        if kernel["kernel"] in at_least and name not in ("wait", "take rows fp32 odd", "show rows fp32 odd"):
+        if kernel["kernel"] in at_least and name not in ("wait", "take rows fp32 odd"):
             assert kernel["counts"]["stores_16"] >= at_least[kernel["kernel"]], name
         assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
     for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
@@ -144,7 +148,7 @@ def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:
     for name, kernel in compiled.items():
-        alone = {*SENDS, "norm_kernel", *(f"{each}_kernel" for each in ("count", "scan", "plan", "place"))}
+        alone = {*SENDS, "norm_kernel", *(f"{each}_kernel" for each in ("count", "scan", "plan", "shift", "place"))}
         assert (kernel["counts"]["sleeps"] > 0) == (kernel["kernel"] not in alone), name
 
 
@@ -181,7 +185,7 @@ def test_no_flag_overtakes_data(compiled: Compiled) -> None:
     assert {name: kernel["order"] for name, kernel in compiled.items() if kernel["order"]} == {}
 
 
-@pytest.mark.parametrize("name", ["push", "pack", "send rows", "show rows"])
+@pytest.mark.parametrize("name", ["push", "pack", "send rows", "return rows", "grouped matmul"])
 def test_data_end_in_count_and_signal(compiled: Compiled, target: Target, folder: Path, name: str) -> None:
     """After the last store of data come a counter and a flag, so nothing of a push or a chunk is left unreported."""
     ptx = (folder / f"{name.replace(' ', '_')}.{target.arch}.ptx").read_text()

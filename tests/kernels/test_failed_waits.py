@@ -18,7 +18,7 @@ OTHER = FINGERPRINT ^ 1
 # Each element, where 2 ranks send ones
 OF_ONES = {"unpack": 8, "reduce": 16, "reduce and norm": 2, "gather rows": 8, "gather K": 16}
 OF_ONES |= {"take_rows": 1, "add_rows": 2}
-SENDERS = {"take_rows": "send_rows", "add_rows": "show_rows"}
+SENDERS = {"take_rows": "send_rows", "add_rows": "return_rows"}
 by_kernel = pytest.mark.parametrize("kernel", OF_ONES)
 gathers = pytest.mark.parametrize("kernel", ["gather rows", "gather K"])
 
@@ -46,12 +46,13 @@ def ranks_of(kernel: str, group_size: int, timeout_s: float = 60.0, num_slots: i
 
 def of_rows(name: str, rank: VirtualRank, value: float, fingerprint: int) -> Tensor:
     """The result of a dispatch of x, or of a combine of 6 * R rows, of which one kernel runs."""
-    k, combines = rank.group_size, name in ("show_rows", "add_rows")
+    k, combines = rank.group_size, name not in ("send_rows", "take_rows")
     packed = routings([torch.arange(k).repeat(6)] * k, k, k, 6 * k)[rank.rank]
     rows = torch.full((6 * k if combines else 6, 8), float(value))
-    facts = {"num_tokens": 6, "return_received": False} if combines else {"capacity": 6 * k}
-    program = routed_rounds.combine if combines else routed_rounds.send
-    return run_kernel(name, program, rank, fingerprint, rows, None, packed, k=k, **facts)[0]
+    if not combines:
+        return run_kernel(name, routed_rounds.send, rank, fingerprint, rows, None, packed, k=k, capacity=6 * k)[0]
+    facts = {"num_tokens": 6, "return_received": False}
+    return run_kernel(name, routed_rounds.combine, rank, fingerprint, rows, None, None, packed, k=k, **facts)[0]
 
 
 def send(kernel: str, rank: VirtualRank, value: float = 1, fingerprint: int = FINGERPRINT) -> None:

@@ -46,7 +46,7 @@ MUTANTS = {
     "no barriers in a gather": Mutant("gather", Rule.READ, BARRIERS, ""),
     "no barriers behind a wait for rows": Mutant("add rows", Rule.READ, BARRIERS, ""),
     "flag of rows at the scope of one GPU": Mutant(
-        "show rows", Rule.STRENGTH, FLAG, "atom.global.gpu.release.exch", -1
+        "return rows", Rule.STRENGTH, FLAG, "atom.global.gpu.release.exch", -1
     ),
     "store behind the counter": Mutant("push", Rule.COUNT, rf"^.*{COUNTER}.*$", rf"\g<0>\n{STORE}", -1),
     "store right before the flag": Mutant("pack", Rule.COUNT, rf"^.*{FLAG}.*$", rf"{STORE}\n\g<0>", -1),

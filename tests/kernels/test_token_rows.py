@@ -41,11 +41,14 @@ def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
     sizes = {"k": case.k, "capacity": problem.capacity, "alignment": case.alignment}
     rows, offsets, packed = call(routed_rounds.dispatch, x, ids, num_experts=problem.num_experts, **sizes)
     facts = {"num_tokens": len(x), "k": case.k, "return_received": True}
-    y, received = call(routed_rounds.combine, rows, scores, packed, **facts)
-    kept = [(torch.empty_like(t), t) for t in (rows, y, offsets, packed)]
+    y, received = call(routed_rounds.combine, rows, None, scores, packed, **facts)
+    w = problem.w[rank * case.own :][: case.own].to(case.dtype)
+    facts["return_received"] = False
+    (multiplied,) = call(routed_rounds.combine, rows, w, scores, packed, **facts)
+    kept = [(torch.empty_like(t), t) for t in (rows, y, multiplied, offsets, packed)]
     for to, source in kept:
         gpus.enqueue(workspace, "keep", partial(to.copy_, source))
-    for t in (rows, y, received, offsets, packed):  # nobody reads them any more
+    for t in (rows, y, multiplied, received, offsets, packed):  # nobody reads them any more
         gpus.enqueue(workspace, "spoil", partial(t.fill_, -1))
     return [to for to, _ in kept]
 
@@ -73,14 +76,15 @@ def test_rows_and_sums_are_right_in_a_random_order(
     gpus.run_all(seed=size)
     for rank, of_calls in zip(ranks, found, strict=True):
         rank.check("moe")
-        for problem, (rows, y, offsets, packed) in zip(problems, of_calls, strict=True):
+        for problem, (rows, y, multiplied, offsets, packed) in zip(problems, of_calls, strict=True):
             want_rows, ends = problem.rows(rank.rank)
             torch.testing.assert_close(rows.double(), want_rows, rtol=0, atol=0)
             assert offsets.tolist() == ends
             assert totals(packed).tolist() == problem.counts and overflow(packed).item() == problem.overflow
-            want = problem.ys(problem.xs, problem.scores, None)[rank.rank].flatten(0, 1)
-            torch.testing.assert_close(y.double(), want, rtol=0, atol=0)
-        assert int(rank._epoch_word()) == rank.epoch == 3 * NUM_CALLS
+            for got, w in ((y, None), (multiplied, problem.w)):
+                want = problem.ys(problem.xs, problem.scores, w)[rank.rank].flatten(0, 1)
+                torch.testing.assert_close(got.double(), want, rtol=0, atol=0)
+        assert int(rank._epoch_word()) == rank.epoch == 4 * NUM_CALLS
 
 
 @pytest.mark.parametrize(
@@ -94,8 +98,9 @@ def test_a_routing_by_kernels_is_that_of_the_host(num_experts: int, capacity: in
     rows, offsets, packed = way.dispatch(torch.empty(300, 0), ids, num_experts, 2, capacity, alignment)
     want = pack(ids, 2, counts_of(ids, num_experts)[None], 0, capacity, alignment)
     got, must = (Routing(each, 0, 1, 600) for each in (packed, want))
-    for name in ("overflow", "ends", "counts", "kept", "first", "filled", "places"):
+    for name in ("overflow", "ends", "counts", "kept", "first", "filled", "returned", "shifts", "places"):
         assert torch.equal(getattr(got, name), getattr(must, name)), name
+    assert torch.equal(got.indices[got.places >= 0], must.indices[got.places >= 0])
     assert sizes_of(packed) == [600, 2, capacity] and torch.equal(totals(packed), totals(want))
     assert torch.equal(offsets, must.ends) and rows.shape == (capacity, 0)
     wild = torch.where(ids == 0, num_experts, ids)

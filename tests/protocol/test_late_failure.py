@@ -107,11 +107,14 @@ def test_a_failure_in_an_earlier_round_is_told_once(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_who_still_reads_the_slot_of_a_failed_peer_is_told(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
-    """In a combine a rank's rows stay in its own slot. The control reads those of round 3 for those of round 1."""
+    """Where they do not fit, rows of a combine stay in their own slot. The control reads those of round 3 for those of
+    round 1.
+    """
+    monkeypatch.setattr(token_rows, "all_fit", lambda sums, capacity, layout: capacity < 0)
     monkeypatch.setattr(virtual, "NUM_PROGRAMS", dict.fromkeys(virtual.NUM_PROGRAMS, 1))
     early, late = virtual.virtual_ranks(2, slot_bytes=12 * 8 * 4)
     early.word(early.layout.timeout)[0] = int(20e6)
-    show, add = (partial(of_rows, name, fingerprint=virtual.FINGERPRINT) for name in ("show_rows", "add_rows"))
+    show, add = (partial(of_rows, name, fingerprint=virtual.FINGERPRINT) for name in ("return_rows", "add_rows"))
     place, tell = token_rows._place, rounds.give_up_earlier
 
     def place_late(*args: Any) -> Any:  # the late rank has waited for the early one, and is about to read

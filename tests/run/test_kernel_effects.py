@@ -65,7 +65,8 @@ def check_rows() -> set[str]:
     """Each rank sends each rank two tokens, its part of the slot."""
     tokens, ids = [torch.ones(2, 1, 6) for _ in GROUP.ranks], [torch.arange(2).repeat(2) for _ in GROUP.ranks]
     scores = [torch.ones(2, 1, 2) for _ in GROUP.ranks]
-    problem: Any = SimpleNamespace(case=Case(k=2), xs=tokens, ids=ids, scores=scores, num_experts=2, capacity=4)
+    facts = {"w": torch.ones(2, 6, 6), "num_experts": 2, "capacity": 4}
+    problem: Any = SimpleNamespace(case=Case(k=2, own=1), xs=tokens, ids=ids, scores=scores, **facts)
     gpus = Gpus()
     for workspace in VirtualGroup(2, 4 * (6 * 4 + 8), "cpu").workspaces:
         workspace.segment[workspace.layout.header_bytes :] = 0xFF

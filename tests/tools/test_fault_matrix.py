@@ -31,7 +31,7 @@ SLICE = select(
         "chunked/matmul_reduce_scatter_norm/raise/read",
         "chunked/scaled_all_gather_matmul/raise/read",
         "chunked/moe_dispatch/kill/rows",
-        "fused/moe_combine/stop/launch-show_rows",
+        "fused/moe_combine/stop/launch-return_rows",
         "unfused/matmul_reduce_scatter/kill/call",
         "pipelined/all_gather_matmul/raise/call",
         "chunked/all_gather_matmul/drop/signal",

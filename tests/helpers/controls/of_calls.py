@@ -9,6 +9,7 @@ MEMBER = "fusedcomm/memory/group_member.py"
 MEMBERS = "fusedcomm/memory/members.py"
 ROUNDS = "kernels/triton/rounds.py"
 PRIMITIVES = "kernels/triton/primitives.py"
+ROWS_OF_EXPERTS = "tests/kernels/test_token_rows.py::test_rows_and_sums_are_right_in_a_random_order"
 
 CONTROLS: dict[str, Control] = {
     # values
@@ -77,6 +78,18 @@ CONTROLS: dict[str, Control] = {
         "if arrivals + 1 == tl.num_programs(0):",
         "if arrivals >= 0:",
         "tests/kernels/test_reduce.py::test_every_shape",
+    ),
+    "rows that fit no slot stay in their own": Control(
+        "kernels/triton/token_rows.py",
+        "here = fit & (rows >= begin)",
+        "here = (rows >= begin)",
+        ROWS_OF_EXPERTS + "[3-6-Case(lead=2, own=2, k=3, kind='any', room='less', alignment=4, dtype=torch.bfloat16)]",
+    ),
+    "experts' rows lie by their ranks": Control(
+        "kernels/triton/slot_places.py",
+        "shift = index + tl.cumsum(own, axis=0) - own - before - ",
+        "shift = index + tl.cumsum(own, axis=0) - own - ",
+        ROWS_OF_EXPERTS + "[2-70-Case(lead=3, own=2, k=2, kind='any', room='all', alignment=1, dtype=torch.float32)]",
     ),
     # more than 32 bits
     "places of a peer have 64 bits": Control(

@@ -18,6 +18,7 @@ from tests.helpers.schedule.operations import Flag, Step, Work
 from tests.helpers.schedule.region import Region, region
 
 EPOCH, ARRIVALS, WORD = 0, 8, 8  # bytes: fusedcomm.memory.segment.HeaderLayout
+pulls = False  # whether combines leave rows in the slots of their senders
 
 
 @dataclass(frozen=True)
@@ -256,23 +257,32 @@ def take_rows(launch: KernelCall) -> Iterator[Step]:
     yield launch.end_round()
 
 
-def show_rows(launch: KernelCall) -> Iterator[Step]:
-    slot = _rows_of(launch, launch.rank, "rows_ptr")
-    yield Step(reads=[launch.word(EPOCH), *launch.tensor("rows_ptr")], writes=[slot])
+def return_rows(launch: KernelCall) -> Iterator[Step]:
+    """As if rows were of all ranks' choices alike, or more than the slots hold (`pulls`)."""
+    name = "rows_ptr" if "rows_ptr" in launch.args else "h"
+    sizes = launch.args.get("sizes")
+    capacity, n = (sizes.M, sizes.N) if sizes else (launch.args["capacity"], launch.args["N"])
+    numel, itemsize = capacity // launch.group_size * n, launch.itemsize(name)
+    flops = 2 * numel * sizes.K if sizes else 0
+    yield Step(
+        reads=[launch.word(EPOCH)], writes=[launch.part(launch.rank, 0, capacity * n, itemsize)] if pulls else []
+    )
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
-        yield launch.signal(Step(writes=[launch.counter(dst_rank)]), dst_rank)
+        step = Step(reads=[*launch.tensor(name), *launch.tensor("w")], writes=[launch.counter(dst_rank)])
+        step.work = launch.store(Work(flops=flops), dst_rank, numel * itemsize)
+        if not pulls:
+            step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
+        yield launch.signal(step, dst_rank)
 
 
 def add_rows(launch: KernelCall) -> Iterator[Step]:
     yield from launch.wait_all()
-    slots = [_rows_of(launch, owner, "y_ptr") for owner in range(launch.group_size)]
-    reads = [*slots, *launch.tensor("scores_ptr"), *launch.tensor("places_ptr")]
+    owners = range(launch.group_size) if pulls else [launch.rank]
+    numel, itemsize = launch.args["capacity"] * launch.args["N"], launch.itemsize("y_ptr")
+    slots = [launch.part(owner, 0, numel, itemsize) for owner in owners]
+    reads = [*slots, *(t for name in ("scores_ptr", "places_ptr", "indices_ptr") for t in launch.tensor(name))]
     yield Step(reads=reads, writes=[*launch.tensor("y_ptr"), *launch.tensor("received_ptr")])
     yield launch.end_round()
-
-
-def _rows_of(launch: KernelCall, owner: int, tensor: str) -> Region:
-    return launch.part(owner, 0, launch.args["capacity"] * launch.args["N"], launch.itemsize(tensor))
 
 
 def local(launch: KernelCall) -> Iterator[Step]:
@@ -295,9 +305,10 @@ EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "finish_kernel": finish,
     "send_rows_kernel": send_rows,
     "take_rows_kernel": take_rows,
-    "show_rows_kernel": show_rows,
+    "return_rows_kernel": return_rows,
+    "grouped_matmul_kernel": return_rows,
     "add_rows_kernel": add_rows,
-    **{f"{each}_kernel": local for each in ("count", "scan", "plan", "place")},
+    **{f"{each}_kernel": local for each in ("count", "scan", "plan", "shift", "place")},
 }
 
 

@@ -216,17 +216,19 @@ def token_schedules(memory: Memory, device: Device) -> list[Schedule]:
     k, size = 2, memory.group_size
     num_experts, capacity = 2 * size, 64 * size
     x, rows = (torch.empty(num, 64, dtype=BF16, device="meta") for num in (128, capacity))
+    w = torch.empty(2, 64, 64, dtype=BF16, device="meta")
     ids, scores = (torch.empty(128 * k, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
     packed = torch.empty(packed_shape(128 * k, num_experts, size), dtype=torch.int64, device="meta")
     sizes = {"num_experts": num_experts, "capacity": capacity, "alignment": 8}
 
-    def schedule_of(program: Any, *tensors: Tensor, **facts: Any) -> Schedule:
+    def schedule_of(program: Any, *tensors: Tensor | None, **facts: Any) -> Schedule:
         s = Builder(memory, device, _layouts(*tensors))
         return s.finish(*program(s, *s.inputs, k=k, **facts))
 
     return [
         schedule_of(routed_rounds.dispatch, x, ids, **sizes),
-        schedule_of(routed_rounds.combine, rows, scores, packed, num_tokens=128, return_received=True),
+        schedule_of(routed_rounds.combine, rows, None, scores, packed, num_tokens=128, return_received=True),
+        schedule_of(routed_rounds.combine, rows, w, scores, packed, num_tokens=128, return_received=False),
         schedule_of(routed_rounds.send, x, scores, packed, capacity=capacity),
     ]
 
