@@ -30,7 +30,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-v", "-n", "2", "--max-worker-restart
 NIGHTLY = (*PYTEST, "-m", "nightly")
 FAULTS = "tests/tools/test_fault_matrix.py"
 SOAK, SANITIZERS = "tests/tools/test_soak.py", "tests/memory/test_sanitizers.py"
-SOAK_CALLS = ("--device", "cpu", "--ranks", "4", "--calls", "100000", "--seconds", "600")
+SOAK_CALLS = ("--device", "cpu", "--ranks", "4", "--seconds", "420")
 COUNTS = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 KILLED_AFTER_S = 10  # of an interrupt that pytest turns into a summary
 
@@ -49,16 +49,16 @@ def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = (), nights: 
 
 
 PARTS = {
-    "calls": pytest_part(600, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run")), nights=3),
-    "graphs": pytest_part(900, "tests/compile", "tests/redistribution", nights=3),
-    "launches": pytest_part(600, "tests/kernels", nights=6),
-    "ranks": pytest_part(600, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
-    "faults": pytest_part(600, FAULTS, nights=3),
-    "controls": pytest_part(900, *CONTROLS, nights=5),
-    "commands": pytest_part(1020, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK]),
-    "soak": Part(720, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
-    "sanitizers": pytest_part(1800, SANITIZERS),
-    "models": Part(1200, (("make", "models"), (*PYTEST, "tests/models"))),
+    "calls": pytest_part(500, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run")), nights=4),
+    "graphs": pytest_part(640, "tests/compile", "tests/redistribution", nights=4),
+    "launches": pytest_part(560, "tests/kernels", nights=7),
+    "ranks": pytest_part(360, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
+    "faults": pytest_part(520, FAULTS, nights=3),
+    "controls": pytest_part(660, *CONTROLS, nights=7),
+    "commands": pytest_part(600, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK], nights=2),
+    "soak": Part(660, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
+    "sanitizers": pytest_part(600, SANITIZERS, nights=2),
+    "models": Part(900, (("make", "models"), (*PYTEST, "tests/models"))),
     "cuda": Part(5400, (("make", "host-cost"),)),  # torch's own CUDA code without a GPU
     "torch": Part(3600, (("make", "test-torch"),)),  # TORCH=2.15.0 in the environment
 }

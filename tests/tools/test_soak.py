@@ -1,4 +1,4 @@
-"""Random programs of fused calls: 300 calls in CI, 100,000 in `make nightly`; and that they notice what is wrong."""
+"""Random programs of fused calls: 300 calls in CI, minutes in `make nightly`; and that they notice what is wrong."""
 
 import json
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ SEEDS = {2: 1, 4: 322}  # by the number of ranks
 
 
 def test_random_calls(shared_ranks: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The seeds are of programs that have everything that is drawn; `make nightly` runs 100,000 calls."""
+    """The seeds are of programs that have everything that is drawn; `make nightly` runs others."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for num_ranks, seed in SEEDS.items():
         file = tmp_path / "soak.json"
