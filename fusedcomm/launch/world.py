@@ -1,5 +1,6 @@
 """One function in all ranks of a world, which torchrun has started or this process starts."""
 
+import argparse
 import contextlib
 import datetime
 import os
@@ -36,15 +37,21 @@ def default_device_type() -> str:
     return "cuda" if torch.cuda.device_count() >= max(num_ranks, 2) else "cpu"
 
 
-def default_world_size(device_type: str) -> int:
-    return torch.cuda.device_count() if device_type == "cuda" else 2
-
-
 def world_size_of(asked: int | None, device_type: str) -> int:
     """The number of ranks of a command: torchrun's, else as asked for, else one per GPU, or 2."""
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
-    return asked or default_world_size(device_type)
+    return asked or (torch.cuda.device_count() if device_type == "cuda" else 2)
+
+
+def asked_for(args: argparse.Namespace) -> tuple[str, int, str | None]:
+    """(device type, number of ranks, why a command cannot start with them) by `console.add_rank_arguments`."""
+    device_type = args.device or default_device_type()
+    world_size = world_size_of(args.world_size, device_type)
+    problem = cannot_start(device_type, world_size, args.oversubscribe)
+    if problem is None and args.world_size not in (None, world_size):
+        problem = f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
+    return device_type, world_size, problem
 
 
 def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str | None:

@@ -24,27 +24,19 @@ from fusedcomm.bench.op_bench import AUTO, BASELINE, MATMULS, PROGRAMS
 from fusedcomm.bench.scaled_bench import BENCHES, RECIPES
 from fusedcomm.bench.timing import METHOD, ValuesDiffer
 from fusedcomm.launch import console, world
+from fusedcomm.launch.console import positive
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
 from fusedcomm.ops.whole_group import MatmulSize
 
 ROUND_S = 60  # for one round of a size, at most
-DTYPE_HELP = "the dtypes of the data (default: bfloat16 on GPUs, float32 on CPUs, of which many multiply no bfloat16)"
-ROUNDS_HELP = "measurements of each variant (default: 9)"
+GPU_SCALE = 4  # times larger is every side of the default sizes
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
 _OTHERS: dict[str, tuple[Any, str, str]] = {  # by name: module, what it measures, an example of options
-    "overhead": (
-        overhead,
-        "what a call costs, hot and cold, on CPU ranks",
-        "--op matmul_all_to_all --pass forward both",
-    ),
+    "overhead": (overhead, "what a call costs, hot and cold, on CPU ranks", "--op matmul_all_to_all --pass forward"),
     "plain": (bench_plain, "the collectives without a matmul beside the backend's own", "--op all_reduce"),
-    "moe": (
-        bench_moe,
-        "moe_dispatch and moe_combine beside all_to_all_single and sorts",
-        "--tokens 2048 --hidden 1024",
-    ),
+    "moe": (bench_moe, "moe_dispatch and moe_combine beside all_to_all_single and sorts", "--tokens 2048"),
     "decode": (decode, "matmul, all_reduce, residual and RMSNorm from one row on", "--rows 1 16 --hidden 4096"),
 }
 EXIT_CODES = "Exit code: 0, 1 for wrong values or a rank that failed, 2 for wrong arguments."
@@ -84,66 +76,44 @@ def add_parser(commands: Any) -> None:
 def _op_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     sizes = parser.add_argument_group("sizes in bytes (64K, 1M, 1G), as nccl-tests has them")
-    sizes.add_argument(
-        "-b",
-        "--minbytes",
-        type=_bytes,
-        metavar="BYTES",
-        help="smallest size exchanged (default: sizes that the command chooses)",
-    )
-    sizes.add_argument(
-        "-e", "--maxbytes", type=_bytes, metavar="BYTES", help="largest size exchanged (default: the smallest)"
-    )
-    sizes.add_argument(
-        "-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help="from size to size (default: 2)"
-    )
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help=DTYPE_HELP)
-    parser.add_argument("--rounds", "-n", type=console.positive, default=9, metavar="N", help=ROUNDS_HELP)
-    parser.add_argument(
-        "--warmup", "-w", type=console.positive, default=2, metavar="N", help="rounds before them (default: 2)"
-    )
-    parser.add_argument("--check", action="store_true", help="check every measured call too (default: before timing)")
-    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs, on GPUs only (default: call the ops)")
+    text = "smallest size exchanged (default: sizes that the command chooses)"
+    sizes.add_argument("-b", "--minbytes", type=_bytes, metavar="BYTES", help=text)
+    text = "largest size exchanged (default: the smallest)"
+    sizes.add_argument("-e", "--maxbytes", type=_bytes, metavar="BYTES", help=text)
+    text = "from size to size (default: 2)"
+    sizes.add_argument("-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help=text)
+    text = "the dtypes of the data (default: bfloat16 on GPUs, float32 on CPUs, of which many multiply no bfloat16)"
+    add = parser.add_argument
+    add("--dtype", nargs="+", choices=DTYPES, help=text)
+    add("--rounds", "-n", type=positive, default=9, metavar="N", help="measurements of each variant (default: 9)")
+    add("--warmup", "-w", type=positive, default=2, metavar="N", help="rounds before them (default: 2)")
+    add("--check", action="store_true", help="check every measured call too (default: before timing)")
+    add("--graph", action="store_true", help="replay CUDA graphs, on GPUs only (default: call the ops)")
     console.add_rank_arguments(parser)
-    parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
-    shape = "x is [ROWS, K], w is [K, N]; can be repeated (default: four corners of few and many rows, K and N)"
-    shapes = ("ROWS", "K", "N")
-    parser.add_argument("--shape", nargs=3, type=console.positive, metavar=shapes, action="append", help=shape)
-    k = "K of sizes given in bytes (default: 1024, or 4096 where K is exchanged)"
-    n = "N of sizes given in bytes (default: 4096, or 1024 where K is exchanged)"
-    parser.add_argument("-K", type=console.positive, help=k)
-    parser.add_argument("-N", type=console.positive, help=n)
-    batch = "x is [B, rows / B, K] (default: 0, x is [rows, K])"
-    parser.add_argument("--batch", type=console.positive, default=0, metavar="B", help=batch)
-    direction = "what is measured (default: forward)"
-    parser.add_argument(
-        "--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"], help=direction
-    )
-    scaled = "on float8 values, of these recipes (default: both); --dtype is then the result's"
-    parser.add_argument("--scaled", nargs="*", choices=RECIPES, help=scaled)
-    algorithm = "how the ops run (default: auto, the planner's choice)"
-    parser.add_argument("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help=algorithm)
-    parser.add_argument(
-        "--trace", metavar="FILE", help="also write a trace of all ranks for Perfetto: the last size of each op"
-    )
+    add("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
+    text = "x is [ROWS, K], w is [K, N]; can be repeated (default: four corners of few and many rows, K and N)"
+    add("--shape", nargs=3, type=positive, metavar=("ROWS", "K", "N"), action="append", help=text)
+    add("-K", type=positive, help="K of sizes given in bytes (default: 1024, or 4096 where K is exchanged)")
+    add("-N", type=positive, help="N of sizes given in bytes (default: 4096, or 1024 where K is exchanged)")
+    add("--batch", type=positive, default=0, metavar="B", help="x is [B, rows / B, K] (default: 0, x is [rows, K])")
+    text = "what is measured (default: forward)"
+    add("--pass", dest="direction", nargs="+", choices=tuple(MATMULS), default=["forward"], help=text)
+    text = "on float8 values, of these recipes (default: both); --dtype is then the result's"
+    add("--scaled", nargs="*", choices=RECIPES, help=text)
+    text = "how the ops run (default: auto, the planner's choice)"
+    add("--algorithm", nargs="+", choices=ALGORITHMS, default=[AUTO], help=text)
+    add("--trace", metavar="FILE", help="also write a trace of all ranks for Perfetto: the last size of each op")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     if args.what in _OTHERS:
         return _OTHERS[args.what][0].run(args)  # type: ignore[no-any-return]
-    device_type = args.device or world.default_device_type()
-    world_size = world.world_size_of(args.world_size, device_type)
-    if problem := _wrong_arguments(args, device_type, world_size):
+    device_type, world_size, problem = world.asked_for(args)
+    if problem := problem or _wrong_arguments(args, device_type, world_size):
         return console.fail("bench", problem, code=2)
-    options = Options(
-        device_type=device_type,
-        rounds=args.rounds,
-        warmup=args.warmup,
-        check=args.check,
-        graph=args.graph,
-        algorithms=tuple(args.algorithm),
-    )
+    given = {name: getattr(args, name) for name in ("rounds", "warmup", "check", "graph")}
+    options = Options(device_type, **given, algorithms=tuple(args.algorithm))
     results, code = BenchResults(), 0
     try:
         with world.ranks(device_type, world_size, ROUND_S * (args.rounds + args.warmup), trace.QUIET) as call:
@@ -157,8 +127,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
     """The fault of the arguments, or None; else it would come up in the ranks, or after all is measured."""
-    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
-        return problem
     if args.graph and device_type == "cpu":
         return "--graph replays CUDA graphs: it needs --device cuda, got cpu"
     if args.graph and "backward" in args.direction:
@@ -167,7 +135,7 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return f"--scaled ops have no gradients: got --pass {' '.join(args.direction)}"
     if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
         return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
-    if problem := _too_small(args, device_type):
+    if problem := _too_small(args, _dtypes(args, device_type), world_size):
         return problem
     if args.shape and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
@@ -178,18 +146,12 @@ def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
     return args.dtype or ["bfloat16" if device_type == "cuda" else "float32"]
 
 
-def _rounded(args: argparse.Namespace, op: str, dtype: str, num_bytes: int, device_type: str) -> int:
-    """Exchanged bytes where ``num_bytes`` are asked for: whole rows or blocks, alike on all ranks."""
-    world_size = world.world_size_of(args.world_size, device_type)
-    bench = BENCHES[op]
-    size = bench.divisible(size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype), world_size)
-    return bench.exchanged_bytes(size, DTYPES[dtype])
-
-
-def _too_small(args: argparse.Namespace, device_type: str) -> str | None:
+def _too_small(args: argparse.Namespace, dtypes: Sequence[str], world_size: int) -> str | None:
     """Why the first size is too small to be exchanged, for instance "3" where "3M" was meant, or None."""
-    for op, dtype in itertools.product(_ops(args), _dtypes(args, device_type) if args.minbytes else ()):
-        if args.minbytes < (least := _rounded(args, op, dtype, 1, device_type)):
+    for op, dtype in itertools.product(_ops(args), dtypes if args.minbytes else ()):
+        bench = BENCHES[op]
+        smallest = bench.divisible(size_of(op, 1, *_k_n(args, op), args.batch, dtype), world_size)
+        if args.minbytes < (least := bench.exchanged_bytes(smallest, DTYPES[dtype])):
             got = f"got {args.minbytes}; K, M and G stand for 1024 bytes and so on"
             return f"--minbytes must be at least {least}, the smallest size of {op} in {dtype} here, {got}"
     return None
@@ -241,12 +203,8 @@ def _sizes(args: argparse.Namespace, op: str, dtype: str, device_type: str) -> l
         return [MatmulSize(rows, k, n, args.batch) for rows, k, n in args.shape]
     if sweep := _sweep(args):
         return [size_of(op, num_bytes, *_k_n(args, op), args.batch, dtype) for num_bytes in sweep]
-    return [
-        MatmulSize(rows, k, n, args.batch) for rows, k, n in bench.corners(1 if device_type == "cpu" else GPU_SCALE)
-    ]
-
-
-GPU_SCALE = 4  # times larger is every side of the default sizes
+    scale = 1 if device_type == "cpu" else GPU_SCALE
+    return [MatmulSize(rows, k, n, args.batch) for rows, k, n in bench.corners(scale)]
 
 
 def _sweep(args: argparse.Namespace) -> list[int]:
@@ -274,15 +232,11 @@ def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[OpR
         tables = [*tables, table.summary_table(lines)]
         console.show(tables[-1], out)
     console.show(console.Legend(tables), out)
-    where = (
-        "CPU ranks of one thread; only ratios within one run mean anything" if options.device_type == "cpu" else "GPUs"
-    )
+    on_cpu = "CPU ranks of one thread; only ratios within one run mean anything"
+    where = f"{rows[0].group_size} {on_cpu if options.device_type == 'cpu' else 'GPUs'}"
     checked = "of every call" if options.check else "before timing"
-    out.print(
-        f"{rows[0].group_size} {where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank"
-    )
-    plans = {(row.op, row.algorithm): row.plan for row in rows}
-    for plan in plans.values():
+    out.print(f"{where}. Values checked {checked}; median of {options.rounds} rounds, slowest rank")
+    for plan in {(row.op, row.algorithm): row.plan for row in rows}.values():
         out.print(f"plan of the last size: {plan}", markup=False)
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -169,23 +168,19 @@ def _print(report: dict[str, Any], quick: bool) -> None:
     out = console.stdout()
     out.print(", ".join(f"{name} {version}" for name, version in report["versions"].items() if version), markup=False)
     findings = told_once(Finding(**each) for each in report["findings"])
-    console.show(findings_table(findings), out)
-    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
-    out.print("; ".join(f"{level}: {LEVELS[level]}" for level in LEVELS if counts[level]))
-    if quick:
-        out.print("nothing was tried (--quick)")
-    errors, warnings = (f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in (ERROR, WARNING))
-    out.print(f"{errors}, {warnings}: exit code {report['exit_code']}")
-
-
-def findings_table(findings: Sequence[Finding]) -> Table:
     columns = (
         Column("area", "a part of the machine, or of fusedcomm", lambda row: row.section, left=True),
         Column("state", ", ".join(LEVELS), lambda row: Text(row.level, style=STYLES[row.level]), left=True),
         Column("what", "what was looked at", lambda row: row.name, left=True),
         Column("found", "what was seen; behind ->: what to do about it", _found, left=True, folds=24),
     )
-    return Table(columns, findings)
+    console.show(Table(columns, findings), out)
+    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    out.print("; ".join(f"{level}: {LEVELS[level]}" for level in LEVELS if counts[level]))
+    if quick:
+        out.print("nothing was tried (--quick)")
+    errors, warnings = (f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in (ERROR, WARNING))
+    out.print(f"{errors}, {warnings}: exit code {report['exit_code']}")
 
 
 def _found(finding: Finding) -> Text:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import platform
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.tools import doctor_checks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
+from fusedcomm.tools.selftest_checks import why_not
 
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 DTYPES = (torch.bfloat16, torch.float32)
@@ -62,7 +64,7 @@ def ask(rank: int, device_types: list[str]) -> GroupAnswer:
     verdicts = []
     for device_type in device_types:
         if device_type == "cpu" or all(fact["gpu"] for fact in ranks):  # alike on all ranks: a vote follows
-            verdicts += _verdicts(device_type, world.size())
+            verdicts += _verdicts(device_type)
     return GroupAnswer(ranks, verdicts)
 
 
@@ -144,28 +146,18 @@ def _facts(with_gpus: bool) -> dict[str, Any]:
     }
 
 
-def _verdicts(device_type: str, num_ranks: int) -> list[AlgorithmVerdict]:
+def _verdicts(device_type: str) -> list[AlgorithmVerdict]:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     plans = [_plan(op, size, dtype, device_type) for op in PROGRAMS for dtype in DTYPES for size in SIZES]
     verdicts = []
     for name in env.ALGORITHMS:
-        cannot = _cannot(name, device_type)
+        cannot = why_not(name, partial(_plan, "matmul_all_to_all", SIZES[1], DTYPES[0], device_type))
         reason = f"not used: {cannot or f'the planner chooses others, as in {plans[len(plans) // 2]}'}"
         if used := [plan for plan in plans if plan.algorithm == name]:
             reason = f"used for {len(used)} of {len(plans)} example calls, as in {used[len(used) // 2]}"
         verdicts.append(AlgorithmVerdict(device_type, name, bool(used), cannot is None, reason))
     return verdicts
-
-
-def _cannot(algorithm: str, device_type: str) -> str | None:
-    """Why the planner refuses the algorithm even where it is asked for, or None."""
-    with fusedcomm.force_algorithm(algorithm, strict=True):
-        try:
-            plan = _plan("matmul_all_to_all", SIZES[1], DTYPES[0], device_type)
-        except RuntimeError as error:
-            return str(error).partition(": ")[2] or str(error)
-    return None if plan.algorithm == algorithm else plan.reason
 
 
 def _plan(op: str, size: tuple[int, int, int], dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:

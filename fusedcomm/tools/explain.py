@@ -119,15 +119,18 @@ def _enabled() -> Iterator[list[CompileReport]]:
 @contextlib.contextmanager
 def _printed(reports: list[CompileReport], json_file: Path | None) -> Iterator[None]:
     """Print the table of all reports at the end, however the script ends."""
-    signal.signal(
-        signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum)
-    )  # torchrun ends all ranks when one has failed
+    from fusedcomm.compile.reports import CompileReport
+
+    # torchrun ends all ranks when one has failed
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # so that the table is printed whole
         lines = _lines(reports)
-        _print(lines)
+        sys.stdout.flush()
+        nothing = "no graph with a collective was compiled: there is nothing to fuse"
+        console.show(CompileReport(lines) if lines else nothing)
         if json_file is not None:
             console.write_json(str(json_file), [_fields(line) for line in lines])
 
@@ -141,14 +144,6 @@ def _run_script(script: str, args: list[str]) -> None:
 
 def _lines(reports: list[CompileReport]) -> list[CollectiveReport]:
     return [line for report in reports for line in report.collectives]
-
-
-def _print(lines: list[CollectiveReport]) -> None:
-    from fusedcomm.compile.reports import CompileReport
-
-    sys.stdout.flush()
-    nothing = "no graph with a collective was compiled: there is nothing to fuse"
-    console.show(CompileReport(lines) if lines else nothing)
 
 
 def _fields(line: CollectiveReport) -> dict[str, Any]:

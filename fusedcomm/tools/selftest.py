@@ -35,9 +35,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device_type = args.device or world.default_device_type()
-    world_size = world.world_size_of(args.world_size, device_type)
-    if problem := _wrong_arguments(args, device_type, world_size):
+    device_type, world_size, problem = world.asked_for(args)
+    if problem := problem or console.not_writable(args, "json"):
         return console.fail("selftest", problem, code=2)
     start = time.monotonic()
     try:
@@ -55,14 +54,6 @@ def run(args: argparse.Namespace) -> int:
         found = {"world_size": world_size, "device": device_type, "passed": not failed, "seconds": seconds}
         console.write_json(args.json, {**run_facts(), **found, "checks": list(map(asdict, results))})
     return 1 if failed else 0
-
-
-def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
-        return problem
-    if args.world_size not in (None, world_size):
-        return f"--world-size must be that of torchrun, {world_size}, got {args.world_size}"
-    return console.not_writable(args, "json")
 
 
 def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:
@@ -97,12 +88,8 @@ def _in_rank(rank: int, name: str, device_type: str) -> CheckResult:
 def table(checks: Sequence[CheckResult]) -> Table:
     columns = (
         Column("check", "its name", lambda each: each.name, left=True),
-        Column("result", "skipped: what it needs is not here", _status, left=True),
+        Column("result", "skipped: cannot run here", lambda row: Text(row.status, style=STYLES[row.status]), left=True),
         Column("proves", "what holds if it passes", lambda each: each.proves, left=True, folds=20),
         Column("found", "or why it failed, or did not run", lambda each: each.found, left=True, folds=20),
     )
     return Table(columns, checks)
-
-
-def _status(check: CheckResult) -> Text:
-    return Text(check.status, style=STYLES[check.status])

@@ -250,17 +250,21 @@ def small(op: str, device: torch.device, seed: int = 0) -> ExactCall:
     return ExactCall(PROGRAMS[op], *CASES[0], device, seed)
 
 
+def why_not(algorithm: str, plan: Callable[[], fusedcomm.Plan]) -> str | None:
+    """Why the planner refuses the algorithm for a call even where it is asked for, or None."""
+    with fusedcomm.force_algorithm(algorithm, strict=True):
+        try:
+            found = plan()
+        except RuntimeError as error:
+            return str(error).partition(": ")[2] or str(error)
+    return None if found.algorithm == algorithm else found.reason
+
+
 def _runnable(group: ProcessGroup, device: torch.device) -> tuple[list[str], dict[str, str]]:
     """The algorithms that the planner can run in this group, and why not the others."""
-    cannot = {}
-    for algorithm in ALGORITHMS:
-        with fusedcomm.force_algorithm(algorithm, strict=True):
-            try:
-                plan = small("matmul_all_to_all", device).plan(group)
-                if plan.algorithm != algorithm:
-                    cannot[algorithm] = plan.reason
-            except RuntimeError as error:
-                cannot[algorithm] = str(error).partition(": ")[2]
+    call = small("matmul_all_to_all", device)
+    reasons = {algorithm: why_not(algorithm, partial(call.plan, group)) for algorithm in ALGORITHMS}
+    cannot = {algorithm: why for algorithm, why in reasons.items() if why is not None}
     return [algorithm for algorithm in ALGORITHMS if algorithm not in cannot], cannot
 
 

@@ -4,7 +4,6 @@ import argparse
 import os
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    device_type = args.device or world.default_device_type()
-    world_size = world.world_size_of(args.world_size, device_type)
-    if problem := _wrong_arguments(args, device_type, world_size):
+    device_type, world_size, problem = world.asked_for(args)
+    if world_size < 2:
+        problem = problem or f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
+    if problem := problem or console.not_writable(args, "json"):
         return console.fail("tune", problem, code=2)
     if args.show or args.reset:
         return _stored(args, device_type, world_size) if os.environ.get("LOCAL_RANK", "0") == "0" else 0
@@ -95,14 +95,6 @@ def run(args: argparse.Namespace) -> int:
         return console.fail("tune", result.failed)
     _print(result, world_size)
     return 0
-
-
-def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int) -> str | None:
-    if problem := world.cannot_start(device_type, world_size, args.oversubscribe):
-        return problem
-    if world_size < 2:
-        return f"--world-size must be at least 2, for one rank exchanges nothing, got {world_size}"
-    return console.not_writable(args, "json")
 
 
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
@@ -195,20 +187,15 @@ def _print(result: TuneResult, world_size: int) -> None:
 
 def _table(constants: Constants) -> Table:
     used, default = _flat(constants), _flat(DEFAULTS[constants.device_type])
+    unit = {name: next((each for part, each in UNITS.items() if part in name), (1, "")) for name in default}
     columns = [Column("number", "what the planner's estimates are made of", str, left=True)]
-    for head, about, values in (
-        (TUNED, "measured on this machine, in use", used),
-        ("default", "in use where nothing was measured", default),
-    ):
-        if head == "default" or constants.source == TUNED:
-            text = partial(lambda values, name: f"{values[name] / _unit(name)[0]:.4g}", values)
-            columns.append(Column(head, about, text))
-    columns.append(Column("unit", "the unit of the numbers in the line", lambda name: _unit(name)[1], left=True))
+    if constants.source == TUNED:
+        about = "measured on this machine, in use"
+        columns.append(Column(TUNED, about, lambda name: f"{used[name] / unit[name][0]:.4g}"))
+    about = "in use where nothing was measured"
+    columns.append(Column("default", about, lambda name: f"{default[name] / unit[name][0]:.4g}"))
+    columns.append(Column("unit", "the unit of the numbers in the line", lambda name: unit[name][1], left=True))
     return Table(columns, list(default))
-
-
-def _unit(name: str) -> tuple[float, str]:
-    return next((each for suffix, each in UNITS.items() if suffix in name), (1, ""))
 
 
 def _flat(constants: Constants) -> dict[str, float]:
