@@ -54,20 +54,11 @@ def is_for_capture(device: torch.device) -> bool:
     return device.type == "cuda" and (_warm_ups > 0 or torch.cuda.is_current_stream_capturing())
 
 
-class LoadedCalls:
-    """The last calls with loaded kernels. More than a program captures need not be kept."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Any, None] = {}  # the oldest first
+class LoadedCalls(dict[Any, None]):
+    """The last calls with loaded kernels, oldest first. More than a program captures need not be kept."""
 
     def add(self, call: Any) -> None:
-        self._calls.pop(call, None)
-        self._calls[call] = None
-        if len(self._calls) > MOST_LOADED:
-            del self._calls[next(iter(self._calls))]
-
-    def __contains__(self, call: Any) -> bool:
-        return call in self._calls
-
-    def __len__(self) -> int:
-        return len(self._calls)
+        self.pop(call, None)
+        self[call] = None
+        if len(self) > MOST_LOADED:
+            del self[next(iter(self))]

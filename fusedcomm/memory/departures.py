@@ -7,14 +7,15 @@ A rank that ends says so on the store (`exits`), and so does one that destroys i
 import contextlib
 import os
 import sys
-import threading
 import uuid
 from collections.abc import Iterable
+from concurrent import futures
 from typing import Any
 
 from torch.distributed import Store
 
 from fusedcomm.errors import text_of
+from fusedcomm.memory import on_thread
 from fusedcomm.memory.segment import LAST_WORDS_BYTES
 
 KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
@@ -82,13 +83,7 @@ def announce(left: list[tuple[Departures | None, str]]) -> None:
                 if departures is not None:
                     departures.announce(last_words)
 
-    thread = threading.Thread(target=run, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # no thread can be started in exit handlers since Python 3.12
-        run()
-    else:
-        thread.join(STORE_S)
+    futures.wait([on_thread.start(run, "fusedcomm-departures")], STORE_S)
 
 
 def _pid(process: str) -> int:

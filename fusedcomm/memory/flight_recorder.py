@@ -60,14 +60,12 @@ class Record:
             return {}
         found: dict[str, Any] = {}
         for name, value in self.exchange.arguments.items():
-            if name in ("x", "w"):
-                found[f"{name} shape"] = list(value)
-            elif name == "ws":
-                found["w shapes"] = [list(shape) for shape in value]
+            if name in ("x", "w", "ws"):
+                found["w shapes" if name == "ws" else f"{name} shape"] = _as_list(value)
             elif name.endswith("_dim"):
                 found[name] = value % len(self.exchange.shape)
             elif name != "group_size":
-                found[name] = [*map(_as_list, value)] if isinstance(value, tuple) else value
+                found[name] = _as_list(value)
         return found
 
     @property
@@ -132,4 +130,4 @@ def _prepared() -> list[Record]:
 
 def _as_list(value: Any) -> Any:
     """Tuples as lists: compared with peers' arguments, which come as JSON."""
-    return list(value) if isinstance(value, tuple) else value
+    return [*map(_as_list, value)] if isinstance(value, tuple | list) else value

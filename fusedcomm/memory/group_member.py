@@ -122,12 +122,8 @@ class Member:
 
     def count(self, record: flight_recorder.Record, algorithm: str | None = None) -> None:
         self.num_calls += 1
-        record.number, record.resets, record.ranks, record.algorithm = (
-            self.num_calls,
-            self.resets,
-            self.ranks,
-            algorithm,
-        )
+        record.number, record.resets = self.num_calls, self.resets
+        record.ranks, record.algorithm = self.ranks, algorithm
 
     def workspace_for(self, num_bytes: int, op: str, fingerprint: int) -> Workspace:
         """The workspace, made or grown if a slot of ``num_bytes`` does not fit; that is a collective.
@@ -320,7 +316,9 @@ class Member:
             return symm_mem._SymmetricMemory.rendezvous(segment, self.group_name), ""
         except torch.distributed.DistStoreError as late:
             message = f"{op} on group {self.group_name!r}, rank {self.rank}: {late}"
-            raise PeerTimeoutError(message, peers=_who_did_not_come(str(late)), op=op, epoch=0) from late
+            named = re.search(r"\branks? ([\d, ]+) did not ", str(late))  # by kernels/cpu/rendezvous.h
+            peers = [int(rank) for rank in named[1].split(", ")] if named else []
+            raise PeerTimeoutError(message, peers=peers, op=op, epoch=0) from late
         except RuntimeError as error:
             return None, f"cannot map its peers' memory: {error}"
 
@@ -366,12 +364,6 @@ class Member:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make ``device`` the current one inside: of kernels, streams and allocations."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _who_did_not_come(text: str) -> list[int]:
-    """The ranks that an error of kernels/cpu/rendezvous.h names."""
-    found = re.search(r"\branks? ([\d, ]+) did not ", text)
-    return [int(rank) for rank in found[1].split(", ")] if found else []
 
 
 def check_same_call(facts: list[dict[str, object]], rank: int, op: str, group_name: str) -> None:

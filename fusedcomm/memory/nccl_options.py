@@ -64,14 +64,9 @@ def no_zero_cta() -> str | None:
     return None
 
 
-def nccl_version() -> tuple[int, ...] | None:
+def nccl_version_text() -> str | None:
     """The version of NCCL that torch was built with, None where it was built without."""
     try:
-        return tuple(int(each) for each in torch.cuda.nccl.version()[:3])
+        return ".".join(map(str, torch.cuda.nccl.version()[:3]))
     except (AttributeError, RuntimeError):
         return None
-
-
-def nccl_version_text() -> str | None:
-    found = nccl_version()
-    return None if found is None else ".".join(map(str, found))

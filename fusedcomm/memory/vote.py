@@ -136,14 +136,10 @@ class _Vote:
             text = f"{self.what}: rank {self.name} waited for ranks {peers}: {words}"
             raise PeerTimeoutError(text, peers=[self.names[r] for r in departed], op=self.what, epoch=0, left=True)
         if self.is_over():
-            raise self.timed_out(missing)
+            text = f"{self.what}: rank {self.name} waited {self.timeout:g} s for ranks {peers}, which did not come"
+            raise PeerTimeoutError(text, peers=peers, op=self.what, epoch=0)
         if self.patience.is_over:
             self.patience.tell(peers, self.what)
-
-    def timed_out(self, missing: list[int]) -> PeerTimeoutError:
-        peers = [self.names[r] for r in missing]
-        text = f"{self.what}: rank {self.name} waited {self.timeout:g} s for ranks {peers}, which did not come"
-        return PeerTimeoutError(text, peers=peers, op=self.what, epoch=0)
 
     def not_ours(self, peer: int, found: str | bytes) -> PeerError:
         text = f"rank {self.names[peer]} posted no vote of this version of fusedcomm, but {found[:80]!r}"

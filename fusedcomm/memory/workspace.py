@@ -88,8 +88,6 @@ class Workspace(CallMemory):
         self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.routed_rows`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()
-        self._side_stream: torch.cuda.Stream | None = None
-        self._reading_stream: torch.cuda.Stream | None = None
         self._owner = owner  # keeps the mapping alive
 
     @property
@@ -163,9 +161,10 @@ class Workspace(CallMemory):
             least_copied=self.least_copied,
         )
 
+    @cached_property
     def streams(self) -> list[torch.cuda.Stream]:
-        """The workspace's streams, SENDS and READS of `fusedcomm.plan.schedule.Stream`; none on a CPU."""
-        return [] if self.device.type == "cpu" else [self.side_stream(), self.reading_stream()]
+        """SENDS and READS of `fusedcomm.plan.schedule.Stream`, before others, as peers wait for them; none on a CPU."""
+        return [] if self.device.type == "cpu" else [torch.cuda.Stream(self.device, priority=-1) for _ in range(2)]
 
     def slot_start(self, epoch: int) -> int:
         return self.layout.slot(epoch, self.slot_bytes)
@@ -325,15 +324,10 @@ class Workspace(CallMemory):
         self.epoch += not captured
 
     def side_stream(self) -> torch.cuda.Stream:
-        if self._side_stream is None:
-            # It comes before other streams, as its signals are small and peers wait for them.
-            self._side_stream = torch.cuda.Stream(self.device, priority=-1)
-        return self._side_stream
+        return self.streams[0]
 
     def reading_stream(self) -> torch.cuda.Stream:
-        if self._reading_stream is None:
-            self._reading_stream = torch.cuda.Stream(self.device, priority=-1)
-        return self._reading_stream
+        return self.streams[1]
 
     def epoch_on_device(self) -> int:
         """The rounds that have ended, also while later ones wait on the GPU."""

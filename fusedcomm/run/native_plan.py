@@ -38,7 +38,7 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Se
     plan = loaded().Plan(
         workspace.group_size,
         workspace.device,
-        workspace.streams(),
+        workspace.streams,
         order_of(workspace) if workspace.device.type == "cuda" else None,
         list(schedule.results),
         schedule.temporary_bytes,

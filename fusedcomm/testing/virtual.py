@@ -43,7 +43,7 @@ class VirtualGroup:
                 workspace.lane = rank  # ranks of one device must not be put into one order
                 workspace.share_gpu(group_size)
                 if self.cuda:
-                    self.streams[rank], workspace._side_stream, workspace._reading_stream = _streams(self.device, rank)
+                    self.streams[rank], *workspace.streams = _streams(self.device, rank)
                     self._warm_up(workspace)
         self._clear()
 
@@ -110,7 +110,7 @@ class VirtualGroup:
 
     def _warm_up(self, workspace: Workspace) -> None:
         """Give the rank's streams cuBLAS workspaces and memory as large as two slots."""
-        for stream in (self.streams[workspace.rank], workspace.side_stream(), workspace.reading_stream()):
+        for stream in (self.streams[workspace.rank], *workspace.streams):
             with torch.cuda.stream(stream):
                 a = torch.ones(16, 16, dtype=torch.bfloat16, device=self.device)
                 torch.mm(a, a)
