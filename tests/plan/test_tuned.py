@@ -89,7 +89,7 @@ BAD_CONTENT: dict[str, tuple[Callable[[], str], str]] = {
     "one more": (lambda: constants(extra=1), "constants must have exactly the fields"),
     "a kind of rate": (lambda: constants(matmul_flops={"int8": 1e12}), "matmul_flops must have exactly the keys"),
     "an overhead": (lambda: constants(call_overhead=FAST.call_overhead | {"unfused": -1}), "call_overhead[unfused]"),
-    "another machine": (lambda: constants(device_type="tpu"), "source and device_type must be known"),
+    "another machine": (lambda: constants(device_type="tpu"), "it must be tuned on cpu, got tuned on tpu"),
     "many digits": (lambda: constants(link_bandwidth=0).replace(": 0,", ": " + "9" * 5000 + ","), ""),
     "default": (lambda: constants(source=model.DEFAULT), "it must be tuned on cpu, got default"),
     "a GPU's": (lambda: content(constants=replace(DEFAULTS["cuda"], source=model.TUNED).to_json()), "it must be tuned"),

@@ -35,36 +35,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from fusedcomm.plan.cost.links import (
-    CPU_INTER_BANDWIDTH,
-    INTER,
-    INTER_BANDWIDTH,
-    INTRA,
-    Reach,
-    rate,
-    seconds,
-    sent_bytes,
-)
+from fusedcomm.plan.cost import links
+from fusedcomm.plan.cost.links import INTER, INTRA, Reach, sent_bytes
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import LEAST_COPIED, Exchange, num_pieces
 
-KINDS = {
-    "matmul_all_to_all": "all_to_all",
-    "all_to_all_matmul": "all_to_all",
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "matmul_all_reduce_norm": "all_reduce",
-    "all_reduce_norm": "all_reduce",
-    "matmul_reduce_scatter_norm": "reduce_scatter",
-    "scaled_matmul_all_to_all": "all_to_all",
-    "scaled_all_to_all_matmul": "all_to_all",
-    "scaled_all_gather_matmul": "all_gather",
-    "scaled_matmul_reduce_scatter": "reduce_scatter",
-    "scaled_matmul_all_reduce": "all_reduce",
-    **{kind: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")},
+_OPS = {  # of each kind of collective, beside the collective alone
+    "all_to_all": ("matmul_all_to_all", "all_to_all_matmul", "scaled_matmul_all_to_all", "scaled_all_to_all_matmul"),
+    "all_gather": ("all_gather_matmul", "scaled_all_gather_matmul"),
+    "reduce_scatter": ("matmul_reduce_scatter", "matmul_reduce_scatter_norm", "scaled_matmul_reduce_scatter"),
+    "all_reduce": ("matmul_all_reduce", "matmul_all_reduce_norm", "all_reduce_norm", "scaled_matmul_all_reduce"),
 }
+KINDS = {op: kind for kind, ops in _OPS.items() for op in (*ops, kind)}
 FLOAT8, WIDE_FLOAT8, FAST_FLOAT8, BLOCKS = "float8", "wide float8", "fast float8", "float8 in blocks"
 # Rates over those of bfloat16, of cuBLAS and the Triton kernel, on an H200. Torch scales and rounds wide products by
 # kernels behind cuBLAS (chosen), and dequantises blocks.
@@ -95,9 +78,7 @@ class Constants:
     fused_flops: Mapping[str, float]  # of the Triton kernel; empty on a CPU, where only tests run it
     memory_bandwidth: float
     matmul_overhead: float
-    wave_overhead: Mapping[
-        str, float
-    ]  # of a wave of tiles beside its sums, of cuBLAS ("unfused") and the Triton kernel
+    wave_overhead: Mapping[str, float]  # of a wave of tiles beside its sums, by cuBLAS ("unfused") and Triton ("fused")
     copy_bandwidth: float
     copy_overhead: float
     unpack_bandwidth: float
@@ -122,14 +103,14 @@ class Constants:
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(self).items()}
 
     @staticmethod
-    def from_json(data: Any) -> Constants:
-        """Raises ValueError unless ``data`` is what ``to_json`` gives for constants that a machine can have."""
+    def from_json(data: Any, source: str, device_type: str) -> Constants:
+        """Raises ValueError unless ``data`` is what ``to_json`` gives for such constants that a machine can have."""
         names = [field.name for field in fields(Constants)]
         if not isinstance(data, dict) or sorted(data) != sorted(names):
             raise ValueError(f"constants must have exactly the fields {', '.join(names)}")
-        source, device_type = data["source"], data["device_type"]
-        if source not in (DEFAULT, TUNED) or device_type not in list(DEFAULTS):  # a list, as JSON may not be hashable
-            raise ValueError(f"source and device_type must be known, got {source!r:.40} and {device_type!r:.40}")
+        if (data["source"], data["device_type"]) != (source, device_type):
+            got = f"{data['source']!s:.40} on {data['device_type']!s:.40}"
+            raise ValueError(f"it must be {source} on {device_type}, got {got}")
         for name in names[2:]:
             _check(name, data[name], getattr(DEFAULTS[device_type], name))
         return Constants(**data)
@@ -272,12 +253,12 @@ def across_hosts(constants: Constants, at: Reach, inter: float | None = None) ->
 
     ``inter``: bytes per second of one rank between hosts, if they are known.
     """
-    inter = inter or (CPU_INTER_BANDWIDTH if constants.on_cpu else INTER_BANDWIDTH)
+    inter = inter or (links.CPU_INTER_BANDWIDTH if constants.on_cpu else links.INTER_BANDWIDTH)
     rates, latencies = {}, {}
     for kind, inside in constants.backend_bandwidth.items():
         bandwidth = {INTRA: inside, INTER: inter}
-        rates[kind] = rate(kind, at, bandwidth)
-        latencies[kind] = max(constants.backend_latency[kind], seconds(kind, 0.0, at, bandwidth)[0])
+        rates[kind] = links.rate(kind, at, bandwidth)
+        latencies[kind] = max(constants.backend_latency[kind], links.seconds(kind, 0.0, at, bandwidth)[0])
     return replace(constants, backend_bandwidth=rates, backend_latency=latencies)
 
 
@@ -362,14 +343,14 @@ class TimedCall:
 
     def fused(self) -> float:
         constants, sent = self.constants, (self.num_ranks - 1) * self.chunk_bytes
+        stores = sent / constants.store_bandwidth
+        again = constants.copy_overhead + stores + constants.link_latency
         if self.to_all:
-            pack = constants.copy_overhead + constants.link_latency + sent / constants.store_bandwidth
-            return self._issued("fused", self._sum_of_all(pack))
+            return self._issued("fused", self._sum_of_all(again))
         if not self.exchange.gathers:
-            matmul = max(self.chunk_matmul(self.num_ranks, fused=True), sent / constants.store_bandwidth)
+            matmul = max(self.chunk_matmul(self.num_ranks, fused=True), stores)
             if self.kind == "reduce_scatter" and self.exchange.multiplies_first:
-                matmul = self.matmul() + constants.copy_overhead + sent / constants.store_bandwidth
-            again = constants.copy_overhead + constants.link_latency + sent / constants.store_bandwidth
+                matmul = self.matmul() + constants.copy_overhead + stores
             return self._issued("fused", matmul + constants.link_latency + self._after(self.all_bytes, again))
         by_copy = self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
         device = constants.link_latency + self._fused_gather(sent, by_copy)

@@ -93,10 +93,7 @@ def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
         raise ValueError(f"its version must be {VERSION}, got {data['version']!r:.40}")
     if data["key"] != expected:
         raise ValueError("it must be of this device, group size and these versions")
-    constants = Constants.from_json(data["constants"])
-    if (constants.source, constants.device_type) != (TUNED, expected["device_type"]):
-        raise ValueError(f"it must be tuned on {expected['device_type']}, got {constants.source} on another device")
-    return constants
+    return Constants.from_json(data["constants"], TUNED, expected["device_type"])
 
 
 def _driver_version() -> str | None:
