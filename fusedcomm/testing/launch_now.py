@@ -1,5 +1,6 @@
 """Single kernels on real tensors: each call is a schedule of one launch, which runs at once.
 
+A function has the arguments of its namesake in `fusedcomm.plan.launches`, then ``workspace, fingerprint``.
 ``workspace``: a `Workspace`, or a stand-in with its facts, segments and kept kernels.
 """
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder, Layout, RmsNorm, layout_of
+from fusedcomm.plan.builder import Builder, RmsNorm, layout_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
@@ -23,11 +24,7 @@ def prepared(
     program: Callable[..., None], workspace: Any, fingerprint: int, *tensors: Tensor | None
 ) -> Callable[[], None]:
     """A call of ``program(builder, *tensors)``, of launches of its own, planned once."""
-    with outside_modes():
-        layouts = [None if t is None else layout_of(t) for t in tensors]
-        s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
-        program(s, *s.inputs)
-        schedule = s.finish()
+    schedule = _planned(program, workspace, tensors)
 
     def run() -> None:
         python_executor.run(schedule, workspace, "", fingerprint, tensors)
@@ -35,44 +32,43 @@ def prepared(
     return run
 
 
-def push(x: Tensor, w: Tensor, bias: Tensor | None, spans: RoundSpans, workspace: Any, fingerprint: int) -> None:
-    _run("push", workspace, fingerprint, x, w, bias, spans=spans)
+@outside_modes()
+def _planned(program: Callable[..., None], workspace: Any, tensors: Sequence[Tensor | None]) -> Schedule:
+    layouts = [None if t is None else layout_of(t) for t in tensors]
+    s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
+    program(s, *s.inputs)
+    return s.finish()
 
 
-def pack(t: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, own: bool = True) -> None:
-    _run("pack", workspace, fingerprint, t, spans=spans, own=own)
+def _run(program: Callable[..., None], workspace: Any, fingerprint: int, *args: Any, **options: Any) -> None:
+    """``program(s, *args, **options)``, with the schedule's inputs in place of tensors."""
+    given = [*args, *options.values()]
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    facts = [layout_of(each) if isinstance(each, Tensor) else each for each in given]
+    key = program, workspace.device_facts(), *facts, *options
+    kept = _schedules.setdefault(workspace, {})
+    if key not in kept:
+
+        def on_inputs(s: Builder, *inputs: Any) -> None:
+            left = iter(inputs)
+            placed = [next(left) if isinstance(each, Tensor) else each for each in given]
+            program(s, *placed[: len(args)], **dict(zip(options, placed[len(args) :], strict=True)))
+
+        kept[key] = _planned(on_inputs, workspace, tensors)
+    python_executor.run(kept[key], workspace, program.__name__, fingerprint, tensors)
 
 
-def gather_matmul(
-    out: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    spans: RoundSpans,
-    workspace: Any,
-    fingerprint: int,
-    *,
-    end_round: bool,
-    own: bool = True,
-) -> None:
-    _run("gather_matmul", workspace, fingerprint, out, w, bias, spans=spans, end_round=end_round, own=own)
+def _now(program: Callable[..., None], **always: Any) -> Callable[..., None]:
+    def run(*args: Any, **options: Any) -> None:
+        *first, workspace, fingerprint = args
+        _run(program, workspace, fingerprint, *first, **always, **options)
+
+    return run
 
 
-def unpack(
-    out: Tensor, spans: RoundSpans, workspace: Any, fingerprint: int, *, end_round: bool = True, own: bool = True
-) -> None:
-    _run("unpack", workspace, fingerprint, out, spans=spans, end_round=end_round, own=own, arrived=True)
-
-
-def reduce(
-    out: Tensor,
-    spans: RoundSpans,
-    bias: Tensor | None,
-    scale: float,
-    workspace: Any,
-    fingerprint: int,
-    residual: Tensor | None = None,
-) -> None:
-    _run("reduce", workspace, fingerprint, out, residual, bias=bias, spans=spans, scale=scale, arrived=True)
+push, pack, gather_matmul = _now(launches.push), _now(launches.pack), _now(launches.gather_matmul)
+unpack, reduce = _now(launches.unpack, arrived=True), _now(launches.reduce, arrived=True)
+wait_source, wait, finish = _now(launches.wait_source), _now(launches.wait), _now(launches.finish)
 
 
 def reduce_norm(
@@ -86,54 +82,22 @@ def reduce_norm(
     workspace: Any,
     fingerprint: int,
 ) -> None:
-    tensors, options = (out, residual, normed, weight), {"scale": 1.0, "beside": True, "eps": eps}
-    _run("reduce", workspace, fingerprint, *tensors, bias=bias, spans=spans, **options)
+    """`reduce` with a norm behind it, beside a matmul."""
+
+    def program(s: Builder, normed: Any, out: Any, residual: Any, weight: Any, bias: Any) -> None:
+        norm = RmsNorm(normed, weight, eps)
+        launches.reduce(s, out, spans, bias, 1.0, residual=residual, norm=norm, beside=True)
+
+    prepared(program, workspace, fingerprint, normed, out, residual, weight, bias)()
 
 
 def norm(normed: Tensor, x: Tensor, weight: Tensor | None, eps: float, workspace: Any) -> None:
-    _run("norm", workspace, 0, normed, x, weight, eps=eps)
+    _run(launches.norm, workspace, 0, normed, x, weight, eps)
 
 
 def begin_push(workspace: Any) -> None:
-    _run("begin_push", workspace, 0)
+    _run(launches.begin_push, workspace, 0)
 
 
 def signal(workspace: Any, dst_rank: int | None, fingerprint: int) -> None:
-    _run("signal", workspace, fingerprint, dst_rank=dst_rank)
-
-
-def wait_source(src_rank: int, workspace: Any, fingerprint: int) -> None:
-    _run("wait_source", workspace, fingerprint, src_rank=src_rank)
-
-
-def wait(workspace: Any, fingerprint: int) -> None:
-    _run("wait", workspace, fingerprint)
-
-
-def finish(out: Tensor, workspace: Any, fingerprint: int, *, end_round: bool) -> None:
-    _run("finish", workspace, fingerprint, out, end_round=end_round)
-
-
-def _run(name: str, workspace: Any, fingerprint: int, *tensors: Tensor | None, **options: Any) -> None:
-    """``fusedcomm.plan.launches.NAME(s, *tensors, **options)``; a bias among the options is a tensor too."""
-    bias = options.pop("bias", None)
-    inputs = [*tensors, bias]
-    layouts = tuple(None if t is None else layout_of(t) for t in inputs)
-    key = name, layouts, workspace.device_facts(), *options.values()
-    schedules = _schedules.setdefault(workspace, {})
-    if key not in schedules:
-        schedules[key] = _plan(name, workspace, layouts, options)
-    python_executor.run(schedules[key], workspace, name, fingerprint, inputs)
-
-
-@outside_modes()
-def _plan(name: str, workspace: Any, layouts: Sequence[Layout | None], options: dict[str, Any]) -> Schedule:
-    s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
-    *tensors, bias = s.inputs
-    if name == "reduce":
-        tensors, (residual, *others) = tensors[:1], tensors[1:]
-        options = {**options, "residual": residual, "bias": bias}
-        if others and others[0] is not None:
-            options["norm"] = RmsNorm(others[0], others[1], options.pop("eps"))
-    getattr(launches, name)(s, *tensors, **options)
-    return s.finish()
+    _run(launches.signal, workspace, fingerprint, dst_rank)
