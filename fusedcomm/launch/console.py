@@ -27,10 +27,10 @@ GAP = 2  # spaces between columns of a table
 
 def stdout() -> Console:
     """A console on stdout, as wide as COLUMNS or the terminal says, else `PLAIN_WIDTH`."""
-    found = _console()
-    if width := _asked_width():
+    columns = os.environ.get("COLUMNS", "")
+    if width := int(columns) if columns.isascii() and columns.isdigit() else 0:
         return _console(width=width)
-    return found if found.is_terminal else _console(width=PLAIN_WIDTH)
+    return found if (found := _console()).is_terminal else _console(width=PLAIN_WIDTH)
 
 
 def show(renderable: Any, out: Console | None = None) -> None:
@@ -45,11 +45,6 @@ def as_text(renderable: Any) -> str:
     plain = {"color_system": None, "force_terminal": False, "force_jupyter": False}
     show(renderable, _console(file=file, width=stdout().width, **plain))
     return file.getvalue().strip("\n")
-
-
-def _asked_width() -> int | None:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) or None if columns.isascii() and columns.isdigit() else None
 
 
 def _console(**options: Any) -> Console:

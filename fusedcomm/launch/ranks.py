@@ -132,15 +132,7 @@ class RankPool:
         _pools.add(self)
         try:
             for rank in range(world_size):
-                setup = _Setup(
-                    rank,
-                    world_size,
-                    self._store.port,
-                    backend,
-                    threads,
-                    timeout_s,
-                    parent=os.getpid(),
-                )
+                setup = _Setup(rank, world_size, self._store.port, backend, threads, timeout_s, os.getpid())
                 _starter.submit(self._add, setup, env or {}).result()
             self._running = True
             self.join()
@@ -223,7 +215,7 @@ class RankPool:
                 failures += self._silent(pending, timeout_s)
                 break
             for r in sorted(pending):
-                if not self._answered(r):
+                if not (self._ranks[r].tasks.poll() or not self._ranks[r].process.is_alive()):
                     continue
                 pending.remove(r)
                 answer = self._answer(r)
@@ -233,10 +225,6 @@ class RankPool:
                 elif isinstance(answer, tuple):
                     results[r] = answer[0]
         return results, failures
-
-    def _answered(self, r: int) -> bool:
-        rank = self._ranks[r]
-        return rank.tasks.poll() or not rank.process.is_alive()
 
     def _answer(self, r: int) -> RankFailure | _Killed | tuple[Any]:
         rank = self._ranks[r]
@@ -387,13 +375,9 @@ def _init(setup: _Setup) -> None:
         torch.cuda.set_device(setup.rank)
     timeout = timedelta(seconds=setup.timeout_s)
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, timeout=timeout)
+    # The group's time-out is longer than the pool's own, which reports more.
     dist.init_process_group(
-        setup.backend,
-        rank=setup.rank,
-        world_size=setup.world_size,
-        store=store,
-        # This is longer than the pool's own time-out, which reports more.
-        timeout=timeout * 2,
+        setup.backend, rank=setup.rank, world_size=setup.world_size, store=store, timeout=2 * timeout
     )
 
 

@@ -117,20 +117,13 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
 def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str, Any]:
     """``offset``: from a record's times to the clock's."""
     ranks = list(record.ranks or _ranks_of(record.group_name))
-    found: dict[str, Any] = {
-        "op": record.op,
+    same = ("op", "resets", "number", "arguments", "algorithm", "state", "error", "rounds")
+    found = {name: getattr(record, name) for name in same} | {
         "group": record.group_name,
         "ranks": ranks,
         "device": record.device.type,
-        "resets": record.resets,
-        "number": record.number,
-        "arguments": record.arguments,
         "dtype": record.dtype_name,
-        "algorithm": record.algorithm,
-        "state": record.state,
-        "error": record.error,
         "peers": [ranks[peer] for peer in record.peers if peer < len(ranks)],
-        "rounds": record.rounds,
         "started": record.started + offset,
         "seconds": (record.ended or now) - record.started,
         "waiting_for": None,

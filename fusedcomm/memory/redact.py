@@ -87,7 +87,8 @@ def _hider() -> Callable[[str], str]:
         if home not in ("/", "~"):
             text = re.sub(rf"{re.escape(home)}(?![^/\s:'\",;)])", "~", text)
         text = HOMES.sub("<home>", UUID.sub("<uuid>", text))
-        text = IPV6.sub(_address_6, IPV4.sub(_address_4, text))  # an IPv6 address may end in one of IPv4
+        text = IPV4.sub(lambda match: _hidden(match[0]), text)
+        text = IPV6.sub(lambda match: (match[1] or "") + _hidden(match[2]), text)  # it may end in one of IPv4
         for pattern, instead in patterns:
             text = pattern.sub(instead, text)
         return text
@@ -95,13 +96,9 @@ def _hider() -> Callable[[str], str]:
     return hide
 
 
-def _address_4(match: re.Match[str]) -> str:
-    return "<address>" if _is_address(match[0]) else match[0]
-
-
-def _address_6(match: re.Match[str]) -> str:
-    """Keeps times and PCI bus numbers: they look like an address."""
-    return f"{match[1] or ''}<address>" if _is_address(match[2]) else match[0]
+def _hidden(text: str) -> str:
+    """Keeps versions, times and PCI bus numbers: they look like an address."""
+    return "<address>" if _is_address(text) else text
 
 
 def _is_address(text: str) -> bool:

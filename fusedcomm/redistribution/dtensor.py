@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fusedcomm")
 
+_logged: set[str] = set()
+
 
 def check_mesh(dtensor: DTensor, device_mesh: DeviceMesh | None) -> None:
     if not isinstance(dtensor, DTensor):
@@ -117,7 +119,9 @@ def _plan_of_part(
     try:
         shardings = _shardings(facts, now, target)
     except Unsupported as reason:
-        _log_once(reason.what, str(reason))
+        if reason.what not in _logged:
+            _logged.add(reason.what)
+            log.warning("torch redistributes, a mesh dim at a time: %s", reason)
         return None
     plan = _plan(facts, *shardings, dtype)
     coordinate = tuple(now.mesh.get_coordinate() or ())
@@ -196,15 +200,6 @@ def _by_torch(local: Tensor, spec: DTensorSpec, target: DTensorSpec, async_op: b
     one_by_one = getattr(torch_redistribute, "disable_redistribute_transform_optimization", contextlib.nullcontext)
     with one_by_one():
         return torch_redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
-
-
-def _log_once(what: str, reason: str) -> None:
-    if what not in _logged:
-        _logged.add(what)
-        log.warning("torch redistributes, a mesh dim at a time: %s", reason)
-
-
-_logged: set[str] = set()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: DTensor) -> None:

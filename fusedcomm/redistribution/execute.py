@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import _maybe_wrap_tensor
 
 from fusedcomm.redistribution import even, uneven
 from fusedcomm.redistribution.sharding import Coordinate, Sharding
@@ -42,7 +43,7 @@ def run(
     if wait or not _only_views(step, coordinate, order):
         received = _c10d.wait_tensor.default(started)
     else:
-        received = _in_flight(started)
+        received = _maybe_wrap_tensor(started)  # it waits at its first use, or at once while it is traced
     if as_bytes:
         received = received.view(local.dtype).squeeze(-1)
     return unpack(step, coordinate, order, received)
@@ -114,10 +115,3 @@ def _start(step: Step, group_name: str, sent: Sent) -> Tensor:
         return _c10d.reduce_scatter_tensor.default(tensor, step.reduce_op, size, group_name)
     equal = [tensor.shape[0] // size] * size
     return _c10d.all_to_all_single.default(tensor, sent.output_splits or equal, sent.input_splits or equal, group_name)
-
-
-def _in_flight(started: Tensor) -> Tensor:
-    """A tensor that waits at its first use, or at once while it is traced."""
-    from torch.distributed._functional_collectives import _maybe_wrap_tensor
-
-    return _maybe_wrap_tensor(started)

@@ -68,19 +68,15 @@ def decode(texts: Sequence[str], ndim: int, now: Sequence[Any]) -> tuple[Any, ..
         elif text == "R":
             found.append(Replicate())
         elif match := _SHARD.fullmatch(text):
-            dim = _tensor_dim(text, int(match[1]), ndim)
-            found.append(_StridedShard(dim, split_factor=int(match[2])) if match[2] else Shard(dim))
+            dim, dims = int(match[1]), f"[{-ndim}, {ndim}) for a tensor of {ndim} dims"
+            if not -ndim <= dim < ndim:
+                raise IndexError(f"the dim of {text} must be in {dims}, got {dim}")
+            found.append(_StridedShard(dim % ndim, split_factor=int(match[2])) if match[2] else Shard(dim % ndim))
         elif match := _PARTIAL.fullmatch(text):
             found.append(Partial(match[1]))
         else:
             raise RuntimeError(f"placements must be Replicate, Shard or Partial, or as they are, got {text[1:]}")
     return tuple(found)
-
-
-def _tensor_dim(text: str, dim: int, ndim: int) -> int:
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"the dim of {text} must be in [{-ndim}, {ndim}) for a tensor of {ndim} dims, got {dim}")
-    return dim % ndim
 
 
 def sharding(placements: Sequence[Any], shape: Sequence[int], mesh_shape: Sequence[int]) -> Sharding:

@@ -37,9 +37,8 @@ class PlanCost:
     bytes: float  # sent per rank, on average
 
     def __add__(self, other: PlanCost) -> PlanCost:
-        return PlanCost(
-            self.seconds + other.seconds, self.num_collectives + other.num_collectives, self.bytes + other.bytes
-        )
+        num_collectives = self.num_collectives + other.num_collectives
+        return PlanCost(self.seconds + other.seconds, num_collectives, self.bytes + other.bytes)
 
     @staticmethod
     def of(step: Step, itemsize: int, links: MeshLinks) -> PlanCost:
@@ -101,23 +100,18 @@ class RedistributionPlan:
     def __str__(self) -> str:
         """A line per step, their sum, and the sum of one mesh dim at a time."""
         lines = [
-            _line(str(i), each.kind, _group(each), PlanCost.of(each, self.itemsize, self.links), each)
+            _line(str(i), each.kind, PlanCost.of(each, self.itemsize, self.links), each)
             for i, each in enumerate(self.steps)
         ]
-        together = _line("", "all", "", self.cost)
-        by_dim = _line("", "one mesh dim at a time", "", _total(self.by_dim, self.itemsize, self.links))
-        return "\n".join(
-            [f"{'step':<5s}{'kind':24s}{'mesh dims':>12s}{'bytes':>14s}{'us':>10s}", *lines, together, by_dim]
-        )
+        head = f"{'step':<5s}{'kind':24s}{'mesh dims':>12s}{'bytes':>14s}{'us':>10s}"
+        by_dim = _line("", "one mesh dim at a time", _total(self.by_dim, self.itemsize, self.links))
+        return "\n".join([head, *lines, _line("", "all", self.cost), by_dim])
 
 
-def _line(number: str, kind: str, group: str, cost: PlanCost, step: Step | None = None) -> str:
+def _line(number: str, kind: str, cost: PlanCost, step: Step | None = None) -> str:
     what = f"   {step.before} -> {step.after}" if step else f"   collectives: {cost.num_collectives}"
+    group = ", ".join(map(str, step.mesh_dims)) if step else ""
     return f"{number:<5s}{kind:24s}{group:>12s}{cost.bytes:14,.0f}{cost.seconds * 1e6:10.1f}{what}"
-
-
-def _group(step: Step) -> str:
-    return ", ".join(map(str, step.mesh_dims))
 
 
 def _total(steps: Sequence[Step], itemsize: int, links: MeshLinks) -> PlanCost:
@@ -195,9 +189,12 @@ class _Search:
         heap = [(0.0, next(count), start, self.before)]
         while heap and self.num_steps < _MOST_STEPS:
             _, _, path, state = heapq.heappop(heap)
-            if not self._can_improve(path, state, 2) or _dominated(path.cost, seen.setdefault(state, [])):
+            earlier, cost = seen.setdefault(state, []), path.cost  # all earlier ones are at least as fast
+            if not self._can_improve(path, state, 2) or any(
+                other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in earlier
+            ):
                 continue
-            seen[state].append(path.cost)
+            earlier.append(cost)
             for new in states:
                 for found in self._extended(path, state, new):
                     self._finish(found, new)
@@ -280,11 +277,6 @@ def _least_traffic(before: Sharding, after: Sharding) -> float:
         copied |= op is None and dim is None and size > 1
     mean = math.prod(before.shape) * (parts + owners - 2) / ranks
     return mean if copied else max(mean, *(numel(held) - own for (held, _), own in zip(boxes, kept, strict=True)))
-
-
-def _dominated(cost: PlanCost, others: list[PlanCost]) -> bool:
-    """Whether one of ``others``, all at least as fast, has no more collectives and bytes."""
-    return any(other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in others)
 
 
 def _slices(state: Sharding, after: Sharding) -> bool:
