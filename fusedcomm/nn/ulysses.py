@@ -109,9 +109,8 @@ class UlyssesQKV(UlyssesLinear):
         count = num_heads + 2 * num_kv_heads
         head_dim = _head_dim("out_features", linear.out_features, count, "num_heads + 2 * num_kv_heads")
         bias, dtype = linear.bias is not None, linear.weight.dtype
-        module = cls(
-            linear.in_features, num_heads, head_dim, num_kv_heads, bias, group=group, device="meta", dtype=dtype
-        )
+        heads = num_heads, head_dim, num_kv_heads
+        module = cls(linear.in_features, *heads, bias, group=group, device="meta", dtype=dtype)
         module._take(linear)
         return module
 
@@ -148,15 +147,12 @@ class UlyssesQKV(UlyssesLinear):
         heads = _scattered_heads(self.num_heads, self.head_splits)
         q = matmul_all_to_all(x, w_q.mT, -3, -2, group, bias=bias_q, out_shape=columns, **given, **heads)
         columns = [2, self.num_kv_heads, self.head_dim]
-        heads = self._scattered_kv()
+        heads = {}
+        if self.num_kv_heads % self.group_size:
+            heads["scatter_ranges"] = kv_ranges(self.num_heads, self.num_kv_heads, self.group_size)
         kv = matmul_all_to_all(x, w_kv.mT, -4, -2, group, bias=bias_kv, out_shape=columns, **given, **heads)
         k, v = self._repeated(kv, rank_of(group)).unbind(-3)
         return q, k, v
-
-    def _scattered_kv(self) -> dict[str, Any]:
-        if self.num_kv_heads % self.group_size == 0:
-            return {}
-        return {"scatter_ranges": kv_ranges(self.num_heads, self.num_kv_heads, self.group_size)}
 
     def _repeated(self, kv: Tensor, rank: int) -> Tensor:
         """Repeat kv's heads [..., heads, head_dim], one for each of q's, unless all are read by equally many of q's.

@@ -54,11 +54,6 @@ class UlyssesLinear(nn.Module):
         self.group_size, self.group_name = resolve(group)
         self._take(nn.Linear(in_features, out_features, bias, device, dtype))
 
-    @property
-    def partial_gradients(self) -> tuple[str, ...]:
-        """Names of parameters with only this rank's part of the gradient: all. See `sum_replicated_gradients`."""
-        return tuple(name for name, _ in self.named_parameters())
-
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as nn.Linear does. Every rank must have the same seed.
 

@@ -15,13 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # A call of a module goes through these.
 _CALLED = (
-    "__call__",
-    "_wrapped_call_impl",
-    "_call_impl",
-    "_slow_forward",
-    "forward",
-    "__getattr__",
-    "__getattribute__",
+    *("__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "forward"),
+    *("__getattr__", "__getattribute__"),
 )
 PARAMETERS = ("weight", "bias")
 _HOOKS = (
@@ -41,11 +36,10 @@ def why_not_called_as(module: nn.Module, base: type[nn.Module]) -> str | None:
         return f"{base.__name__}.forward is patched"
     mro = type(module).__mro__
     for cls in mro[: mro.index(base)]:
-        if found := _first(_CALLED, vars(cls)):
-            return f"{cls.__name__} has a {found} of its own"
-    patched = _first(_CALLED, vars(base).keys() - {"forward"})
-    found = patched or _first(_CALLED, vars(module))
-    return f"its {found} is replaced" if found else None
+        if found := [name for name in _CALLED if name in vars(cls)]:
+            return f"{cls.__name__} has a {found[0]} of its own"
+    patched = [name for name in _CALLED if (name in vars(base) and name != "forward") or name in vars(module)]
+    return f"its {patched[0]} is replaced" if patched else None
 
 
 def why_not_plain(linear: nn.Linear) -> str | None:
@@ -104,8 +98,3 @@ def _computes_otherwise(cls: Any) -> bool:
     function = cls.__torch_function__
     plain = torch._C._disabled_torch_function_impl, torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     return getattr(function, "__func__", function) not in plain
-
-
-def _first(names: Iterable[str], found: Iterable[str]) -> str | None:
-    found = {*found}
-    return next((name for name in names if name in found), None)
