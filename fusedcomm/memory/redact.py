@@ -13,38 +13,15 @@ from typing import Any
 from fusedcomm import env
 
 HIDDEN = "<hidden>"
-SHOWN_VARIABLES = {
-    *env.SETTINGS,
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "GROUP_RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_IB_DISABLE",
-    "NCCL_NET",
-    "NCCL_NET_GDR_LEVEL",
-    "NCCL_P2P_DISABLE",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_WIN_ENABLE",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "RANK",
-    "THP_MEM_ALLOC_ENABLE",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "TORCH_NCCL_BLOCKING_WAIT",
-    "TORCH_SYMMMEM",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST",
-    "TRITON_INTERPRET",
-    "WORLD_SIZE",
-    "XDG_CACHE_HOME",
-}
+SHOWN_VARIABLES = re.compile(
+    "|".join(env.SETTINGS)
+    + r"|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING|MODULE_LOADING|MPS_ACTIVE_THREAD_PERCENTAGE)"
+    r"|CUDA_VISIBLE_DEVICES"
+    r"|NCCL_(CUMEM_ENABLE|IB_DISABLE|NET|NET_GDR_LEVEL|P2P_DISABLE|SOCKET_IFNAME|WIN_ENABLE)|GLOO_SOCKET_IFNAME"
+    r"|TORCH_(DISTRIBUTED_DEBUG|NCCL_BLOCKING_WAIT|SYMMMEM|SYMM_MEM_(ALLOW_OVERLAPPING_DEVICES|DISABLE_MULTICAST))"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|(LOCAL_)?(RANK|WORLD_SIZE)|GROUP_RANK|OMP_NUM_THREADS|THP_MEM_ALLOC_ENABLE"
+    r"|TRITON_INTERPRET|XDG_CACHE_HOME"
+)
 HIDDEN_KEYS = {"host", "uuid"}
 # These values are fusedcomm's own words, and stay even if a user has such a name.
 KEPT_KEYS = {"section", "level", "algorithm", "device", "op", "group", "dtype", "state"}
@@ -59,7 +36,8 @@ HOMES = re.compile(r"/home/[^/\s:'\"]+")
 def redact(report: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``report`` without anything private."""
     hide = _hider()
-    environment = {name: value if name in SHOWN_VARIABLES else HIDDEN for name, value in report["environment"].items()}
+    shown = SHOWN_VARIABLES.fullmatch
+    environment = {name: value if shown(name) else HIDDEN for name, value in report["environment"].items()}
     return _walk({**report, "environment": environment}, hide)
 
 
