@@ -45,9 +45,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 class RowwiseParallel(torch_styles.RowwiseParallel):
     """``torch.distributed.tensor.parallel.RowwiseParallel``, turning an nn.Linear into a `RowwiseLinear`.
 
-    torchao's Float8Linear becomes one whose ops are scaled, if it scales dynamically and tensor-wise. Other modules are
-    left to torch: other subclasses of nn.Linear, and linears with a wrapped forward, or with forward or backward hooks;
-    and any module if a derived style overrides how inputs or outputs are prepared. `explain_layers` tells why.
+    It leaves to torch what `ColwiseParallel` does.
 
     Args:
         input_layouts: how an x lies that is no DTensor; Shard(-1) by default.

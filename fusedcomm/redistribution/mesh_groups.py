@@ -193,36 +193,30 @@ def _describe(mesh: DeviceMesh) -> str:
 
 
 def _mesh_facts(known: _Mesh) -> MeshFacts:
-    own = {"mesh_shape": list(known.ranks.shape), "ranks": known.ranks.reshape(-1).tolist()}
-    ranks, is_fake, world = tuple(sorted(own["ranks"])), known.is_fake, _world()
-    key = (known.device_type, known.ranks.shape, tuple(own["ranks"]), is_fake)
-    with _lock_of(world, "mesh", ranks):
+    world, ranks = _world(), tuple(known.ranks.reshape(-1).tolist())
+    key = (known.device_type, known.ranks.shape, ranks, known.is_fake)
+    with _lock_of(world, "mesh", tuple(sorted(ranks))):
         if key not in world.facts:
-            if is_fake:
-                hosts = (0,) * len(ranks)
-                world.facts[key] = MeshFacts(known.ranks.shape, tuple(own["ranks"]), hosts, DEFAULTS[known.device_type])
-            else:
-                world.facts[key] = _vote_on_mesh(known, own | {"device_type": known.device_type}, ranks)
+            world.facts[key] = _vote_on_mesh(known, ranks)
         return world.facts[key]
 
 
-def _vote_on_mesh(known: _Mesh, own: dict[str, Any], ranks: tuple[int, ...]) -> MeshFacts:
-    constants = tuned.read(torch.device(known.device_type), len(ranks))
-    posted = own | {"host": env.host_id(), "constants": constants.digest if constants else None, "check": env.check()}
-    facts = _vote("mesh", posted, ranks, "fusedcomm mesh vote")
-    _check_same(facts, ranks, ("device_type", "mesh_shape", "ranks"))
-    by_rank = dict(zip(ranks, facts, strict=True))
-    ordered = [by_rank[rank] for rank in own["ranks"]]
-    numbers = {host: i for i, host in enumerate(dict.fromkeys(fact["host"] for fact in ordered))}
-    digests = [fact["constants"] for fact in facts]
-    if constants is None or len(set(digests)) > 1:
-        if len(set(digests)) > 1 and group.process_group(None).rank() == ranks[0]:
-            log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", ranks)
-        constants = DEFAULTS[known.device_type]
-    hosts = tuple(numbers[fact["host"]] for fact in ordered)
-    return MeshFacts(
-        known.ranks.shape, tuple(own["ranks"]), hosts, constants, check=any(fact["check"] for fact in facts)
-    )
+def _vote_on_mesh(known: _Mesh, ranks: tuple[int, ...]) -> MeshFacts:
+    shape, device_type, voters = known.ranks.shape, known.device_type, tuple(sorted(ranks))
+    if known.is_fake:
+        return MeshFacts(shape, ranks, (0,) * len(ranks), DEFAULTS[device_type])
+    constants = tuned.read(torch.device(device_type), len(ranks))
+    posted = {"device_type": device_type, "mesh_shape": list(shape), "ranks": list(ranks), "host": env.host_id()}
+    posted |= {"constants": constants.digest if constants else None, "check": env.check()}
+    facts = _vote("mesh", posted, voters, "fusedcomm mesh vote")
+    _check_same(facts, voters, ("device_type", "mesh_shape", "ranks"))
+    if len({fact["constants"] for fact in facts}) > 1:
+        constants = None
+        if group.process_group(None).rank() == voters[0]:
+            log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", voters)
+    names, numbers = [facts[voters.index(rank)]["host"] for rank in ranks], dict[str, int]()
+    hosts = tuple(numbers.setdefault(name, len(numbers)) for name in names)
+    return MeshFacts(shape, ranks, hosts, constants or DEFAULTS[device_type], any(fact["check"] for fact in facts))
 
 
 @contextmanager
@@ -241,9 +235,8 @@ def same_call(op: str, t: DTensor, **arguments: Any) -> Iterator[None]:
         return [fact["call"] for fact in _vote("call", {"call": call}, ranks, op)]
 
     own = {"shape": list(t.shape), "dtype": str(t.dtype), "placements": [str(each) for each in t.placements]}
-    with call_check.same_arguments(
-        op, _describe(mesh), ranks.index(group.process_group(None).rank()), vote, own | arguments, names=ranks
-    ):
+    rank = ranks.index(group.process_group(None).rank())
+    with call_check.same_arguments(op, _describe(mesh), rank, vote, own | arguments, names=ranks):
         yield
 
 
