@@ -3,7 +3,9 @@
     q, k, v = qkv(x)                # [batch, tokens / R, hidden] -> three of [batch, tokens, heads / R, head_dim]
     y = out(attention(q, k, v))     # [batch, tokens, heads / R, head_dim] -> [batch, tokens / R, hidden]
 
-R need not divide tokens, as `fusedcomm.nn.shard_tokens` cuts them, nor heads, as `fusedcomm.nn.heads` divides them.
+R need not divide tokens, as `fusedcomm.nn.shard_tokens` cuts them, nor heads. Blocks of q's heads are balanced: their
+sizes differ by at most 1, where torch.chunk would leave ranks without any. With grouped queries num_heads /
+num_kv_heads heads of q, a group, read one head of k and v; several ranks may get the same head of k and v.
 Both layers replicate their parameters. A rank's gradients of them come from its own tokens alone:
 `fusedcomm.nn.sum_replicated_gradients` adds them up after the backward.
 """
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm.memory.group import Group, rank_of
-from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
 from fusedcomm.nn.token_splits import Tokens, gathered, scattered
 from fusedcomm.nn.ulysses_linear import UlyssesLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
@@ -272,6 +273,37 @@ class UlyssesOut(UlyssesLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+def head_splits(num_heads: int, group_size: int) -> list[int]:
+    """How many heads of q each rank has, the larger blocks first."""
+    least, more = divmod(num_heads, group_size)
+    return [least + (rank < more) for rank in range(group_size)]
+
+
+def readers(num_heads: int, num_kv_heads: int, group_size: int) -> list[tuple[int, list[int]]]:
+    """For each rank the first head of k and v that its heads of q read, and how many of them read it and the next."""
+    found, start, group = [], 0, num_heads // num_kv_heads
+    for size in head_splits(num_heads, group_size):
+        end = start + size
+        read = range(start // group, -(-end // group)) if size else range(0)
+        found.append((read.start, [min(end, (head + 1) * group) - max(start, head * group) for head in read]))
+        start = end
+    return found
+
+
+def kv_ranges(num_heads: int, num_kv_heads: int, group_size: int) -> list[tuple[int, int]]:
+    """The (start, length) of the heads of k and v that each rank gets."""
+    return [(start, len(counts)) for start, counts in readers(num_heads, num_kv_heads, group_size)]
+
+
+def repeats(num_heads: int, num_kv_heads: int, group_size: int, rank: int) -> list[int] | None:
+    """How often the rank needs each of its heads of k and v, so that each head of q has one of its own.
+
+    None where all are read by as many: attention takes such groups as they are.
+    """
+    _, counts = readers(num_heads, num_kv_heads, group_size)[rank]
+    return counts if len({*counts}) > 1 else None
 
 
 def _check_heads(num_heads: int, num_kv_heads: int) -> None:

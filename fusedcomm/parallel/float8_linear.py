@@ -19,9 +19,8 @@ from fusedcomm.ops import splits
 from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.parallel.layouts import bias_of_part, shards
 from fusedcomm.parallel.plain_modules import why_not_parameters
-from fusedcomm.parallel.shard_of import shard_of
 from fusedcomm.parallel.sharded_linear import GATHER, HELD, REDUCE, SCATTER, ShardedLinear
-from fusedcomm.parallel.unwritten import unwritten
+from fusedcomm.parallel.unwritten import shard_of, unwritten
 from fusedcomm.plan.scaling import VALUES, Scaled, rounded
 from fusedcomm.run.scaled_matmul import scaled_product
 

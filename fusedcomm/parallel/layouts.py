@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fusedcomm.parallel.shard_of import shard_of
+from fusedcomm.parallel.unwritten import shard_of
 
 
 def annotated(x: Tensor, mesh: DeviceMesh, layouts: Sequence[Placement]) -> DTensor:

@@ -9,12 +9,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional as F
 
+from fusedcomm.memory.group import Group, resolve
+from fusedcomm.ops import gradients
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.parallel.gradient_when_read import product
 from fusedcomm.parallel.layouts import (
     annotated,
     bias_of_part,
@@ -28,10 +33,8 @@ from fusedcomm.parallel.layouts import (
     why_no_rows,
     why_not_sharded,
 )
-from fusedcomm.parallel.linear_of_replicated import linear_of_replicated, linear_of_whole
-from fusedcomm.parallel.shard_of import shard_of
 from fusedcomm.parallel.shared_gather import SharingLinear, taken_from
-from fusedcomm.parallel.unwritten import unwritten
+from fusedcomm.parallel.unwritten import shard_of, unwritten
 
 APPLIED = "_distribute_module_applied"  # on a module that has a style: torch refuses another one
 LEFT = "_fusedcomm_left"  # on a module that a style has left to torch's own: why
@@ -41,7 +44,16 @@ _Layer = TypeVar("_Layer", bound="ShardedLinear")
 
 
 class ShardedLinear(nn.Linear):
-    """The base of both layers, with the layouts of their style."""
+    """The base of both layers, with the layouts of their style.
+
+    Attributes:
+        weight: a DTensor [out_features, in_features].
+        bias: a DTensor [out_features], or None.
+        input_layouts: how an x lies that is no DTensor.
+        output_layouts: how the result lies.
+        use_local_output: whether the result is a plain tensor.
+        ran: the op or path of its last call outside of torch.compile, and why.
+    """
 
     input_layouts: tuple[Placement, ...]
     output_layouts: tuple[Placement, ...]
@@ -91,15 +103,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         return y.redistribute(placements=output_layouts)
 
     in one `all_gather_matmul` where the tokens of x are sharded. A plain x that all ranks hold alike is
-    multiplied where it is, and the sum of its gradient is one `matmul_all_reduce`.
-
-    Attributes:
-        weight: a DTensor [out_features, in_features], placed as Shard(0).
-        bias: a DTensor [out_features], placed as Shard(0), or None.
-        input_layouts: how an x lies that is no DTensor.
-        output_layouts: how the result lies.
-        use_local_output: whether the result is a plain tensor.
-        ran: the op or path of its last call outside of torch.compile, and why.
+    multiplied where it is, and the sum of its gradient is one `matmul_all_reduce`. Weight and bias are placed as
+    Shard(0).
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         if why is None and isinstance(x, DTensor) and x.placements == (Replicate(),) and shares:
             made, ran = taken_from(x, self)
             self._note(ran)
-            return linear_of_whole(self, x, made)
+            return _linear_of_whole(self, x, made)
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
             self._note(self.prefix + HELD)
             return self._run(HELD, x, 0, mesh)
@@ -137,7 +142,7 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
 
     def _run(self, op: str, x: Any, dim: int, mesh: DeviceMesh) -> Tensor:
         if op == HELD:
-            return linear_of_replicated(self, x, mesh)
+            return _linear_of_replicated(self, x, mesh)
         weight, bias = shards(self)
         y = all_gather_matmul(shard_of(x), weight.mT, dim, mesh, bias=bias, gather_size=gather_size_of(x, dim))
         return unwritten(y, x, self.weight, keeps_x=False)
@@ -150,15 +155,7 @@ class RowwiseLinear(ShardedLinear):
         return y.redistribute(placements=output_layouts)
 
     in one `matmul_reduce_scatter` where the tokens of the result are sharded, in one `matmul_all_reduce` where
-    it is replicated.
-
-    Attributes:
-        weight: a DTensor [out_features, in_features], placed as Shard(1).
-        bias: a DTensor [out_features], placed as Replicate(), or None; its gradient is complete.
-        input_layouts: how an x lies that is no DTensor.
-        output_layouts: how the result lies.
-        use_local_output: whether the result is a plain tensor.
-        ran: the op or path of its last call outside of torch.compile, and why.
+    it is replicated. The weight is placed as Shard(1), the bias as Replicate(); its gradient is complete.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,3 +211,66 @@ def explain_layers(module: nn.Module) -> dict[str, str]:
         for name, each in module.named_modules()
     }
     return {name: why for name, why in ran.items() if why is not None}
+
+
+def _linear_of_replicated(linear: Any, x: Tensor, group: Group) -> Tensor:
+    """``F.linear(x, weight, bias)`` for an x that all ranks hold alike, and this rank's rows of the weight.
+
+    Only its backward communicates: the gradient of a plain x is summed by one `matmul_all_reduce`.
+    """
+    weight, bias = shards(linear)
+    refuse_outside_ops("parallel.ColwiseParallel", x, weight, bias)
+    inputs = _autocast(x, weight, bias)
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
+        y = F.linear(*inputs)  # Dynamo traces no autograd.Function that saves something there
+    else:
+        y = _Linear.apply(*resolve(group), None, *inputs)
+    return unwritten(y, x, linear.weight)
+
+
+def _linear_of_whole(linear: Any, x: DTensor, made: Tensor | None) -> Tensor:
+    """The same for a DTensor, whose gradient is Partial, and multiplied when it is read.
+
+    ``made``: the result without its gradients, if something has made it.
+    """
+    weight, bias = shards(linear)
+    local = shard_of(x, (Partial(),))
+    refuse_outside_ops("parallel.ColwiseParallel", local, weight, bias)
+    y = _Linear.apply(1, None, [made], *_autocast(local, weight, bias))
+    return unwritten(y, x, linear.weight)
+
+
+class _Linear(torch.autograd.Function):
+    """``group_name``: None if the gradient of x is left to `product`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group_size: int, group_name: str | None, given: Any, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        needs_x, needs_weight, _ = ctx.needs_input_grad[3:]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.layout, ctx.group = gradients.layout_of(weight), (group_size, group_name)
+        return F.linear(x, weight, bias) if given is None or given[0] is None else given[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        grad_x = None
+        if ctx.group[1] is None:
+            grad_x = product(grad, weight, ctx.next_functions[0][0]) if needs_x else None
+        else:
+            x = x if x is None else gradients.same_on_all_ranks(x, ctx.group)
+            if needs_x:
+                grad_x = torch.ops.fusedcomm.matmul_all_reduce(grad, weight, None, "sum", *ctx.group)
+        grad_weight = gradients.of_w(grad, x, ctx.layout) if needs_weight else None
+        return None, None, None, grad_x, grad_weight, gradients.of_bias(grad) if needs_bias else None
+
+
+def _autocast(*tensors: Tensor | None) -> list[Any]:
+    """Cast to autocast's dtype, outside of the autograd.Function: its backward runs without autocast."""
+    device_type = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fusedcomm.memory.group import resolve
 from fusedcomm.plan.geometry.cut import EVEN
-from fusedcomm.symm_mem.meeting import is_symmetric, same_call
-from fusedcomm.symm_mem.peers import Peers, total
+from fusedcomm.symm_mem.peers import Peers, is_symmetric, same_call, total
 
 _lib = torch.library.Library("symm_mem", "IMPL", "CPU")
 _DTYPES = (torch.float32, torch.bfloat16)  # the dtypes that torch's CUDA kernels reduce

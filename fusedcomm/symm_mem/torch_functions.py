@@ -8,8 +8,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
-from fusedcomm.symm_mem.meeting import timeout_ms
-from fusedcomm.symm_mem.peers import workspace
+from fusedcomm.symm_mem.peers import timeout_ms, workspace
 
 _get_symm_mem_workspace = symm_mem.get_symm_mem_workspace
 

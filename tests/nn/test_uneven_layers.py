@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.nn import UlyssesOut, UlyssesQKV, shard_tokens, sum_replicated_gradients
-from fusedcomm.nn.heads import head_splits, kv_ranges, repeats
+from fusedcomm.nn.ulysses import head_splits, kv_ranges, repeats
 from tests.helpers.groups import fresh_group
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.spies import Dispatched

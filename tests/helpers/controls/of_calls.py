@@ -378,7 +378,7 @@ CONTROLS: dict[str, Control] = {
         "tests/ops/test_call_check.py::test_what_one_rank_finds_wrong_all_raise[unfused]",
     ),
     "peers hear of parameters that one rank alone finds wrong": Control(
-        "fusedcomm/nn/summed_gradients.py",
+        "fusedcomm/nn/whole_model.py",
         """        if each["error"]:""",
         """        if False:""",
         "tests/nn/test_changed_layers.py::test_gradients_that_some_ranks_lack",
