@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import Store
 
 from fusedcomm.errors import text_of
-from fusedcomm.memory import on_thread
+from fusedcomm.memory.patience import on_thread
 from fusedcomm.memory.segment import LAST_WORDS_BYTES
 
 KILLED = "its process is gone without a word: it was killed, or ended by os._exit"
@@ -83,7 +83,7 @@ def announce(left: list[tuple[Departures | None, str]]) -> None:
                 if departures is not None:
                     departures.announce(last_words)
 
-    futures.wait([on_thread.start(run, "fusedcomm-departures")], STORE_S)
+    futures.wait([on_thread(run, "fusedcomm-departures")], STORE_S)
 
 
 def _pid(process: str) -> int:

@@ -24,13 +24,14 @@ from torch.distributed import _symmetric_memory as symm_mem
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.kernels.native_part import native
-from fusedcomm.memory import flight_recorder, on_thread, segment, signals
+from fusedcomm.memory import flight_recorder, segment, signals
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.canaries import GUARD_BYTES
 from fusedcomm.memory.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.memory.departures import Departures
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.patience import on_thread
 from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.memory.topology import Topology
@@ -332,7 +333,7 @@ class Member:
         bound = env.timeout_s() / 2
         deadline = time.monotonic() + bound
         rendezvous = torch.ops.symm_mem._rendezvous
-        result = on_thread.start(lambda: rendezvous(segment, self.group_name), "fusedcomm-rendezvous")
+        result = on_thread(lambda: rendezvous(segment, self.group_name), "fusedcomm-rendezvous")
         while not result.done():
             left = deadline - time.monotonic()
             if left <= 0:

@@ -1,8 +1,15 @@
-"""A long wait is logged once, with the missing ranks, long before its time-out."""
+"""Long waits: each is logged once, with the missing ranks, long before its time-out; and calls that may block without a
+bound run on a thread of their own.
+"""
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import TypeVar
+
+T = TypeVar("T")
 
 log = logging.getLogger("fusedcomm")
 
@@ -28,3 +35,20 @@ class Patience:
         self.told = True
         names = f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
         log.warning("still waiting for %s (%s s) in %s", names, f"{self.seconds:.3g}", where)
+
+
+def on_thread(call: Callable[[], T], name: str) -> futures.Future[T]:
+    """Run ``call`` on a daemon thread. It may be left behind: it ends with its call."""
+    result: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError:  # no thread can be started, as in exit handlers since Python 3.12
+        run()
+    return result

@@ -18,9 +18,9 @@ from torch.distributed import DistError, Store
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerTimeoutError
-from fusedcomm.memory import group, on_thread
+from fusedcomm.memory import group
 from fusedcomm.memory.departures import Departures
-from fusedcomm.memory.patience import Patience
+from fusedcomm.memory.patience import Patience, on_thread
 
 STORE_GRACE_S = 2.0  # how long the store may take to answer when the time is over
 MAX_PAUSE_S = 0.02
@@ -157,7 +157,7 @@ class _Vote:
 
     def _bounded(self, call: Callable[[], T]) -> T:
         """Run ``call`` on a thread of its own: without the store's host it blocks as long as TCP tries."""
-        result = on_thread.start(call, STORE_THREAD)
+        result = on_thread(call, STORE_THREAD)
         try:
             return result.result(max(0.0, self.deadline - time.monotonic()) + STORE_GRACE_S)
         except futures.TimeoutError:

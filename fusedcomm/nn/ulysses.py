@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedcomm.memory.group import Group, rank_of
-from fusedcomm.nn.token_splits import Tokens, gathered, scattered
+from fusedcomm.nn.tokens import Tokens, gathered, scattered
 from fusedcomm.nn.ulysses_linear import UlyssesLinear, as_linear
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.arguments import check_tensor

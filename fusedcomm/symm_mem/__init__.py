@@ -7,7 +7,7 @@ t = torch.distributed._symmetric_memory.empty(1024, device="cpu")
 """
 
 from fusedcomm.memory.topology import no_native
-from fusedcomm.symm_mem import cpu_kernels, torch_functions
+from fusedcomm.symm_mem import cpu_kernels
 
 __all__ = ["enable_cpu"]
 
@@ -35,4 +35,4 @@ def enable_cpu() -> None:
     if reason := no_native():
         raise RuntimeError(f"fusedcomm.symm_mem needs CPU symmetric memory: {reason}")
     cpu_kernels.register()
-    torch_functions.install()
+    cpu_kernels.install_functions()

@@ -1,20 +1,24 @@
-"""The CPU kernels of `torch.ops.symm_mem`. Ranks meet before each op, which ends its reads of peers with a barrier.
+"""The CPU kernels of `torch.ops.symm_mem`, and torch's functions beside them. Ranks meet before each op, which ends its
+reads of peers with a barrier.
 
 Inputs may alias memory that the op writes, on this rank or a peer: they are copied before the ranks meet, and results
 are written behind the last barrier.
 """
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 
 from fusedcomm.memory.group import resolve
 from fusedcomm.plan.geometry.cut import EVEN
-from fusedcomm.symm_mem.peers import Peers, is_symmetric, same_call, total
+from fusedcomm.symm_mem.peers import Peers, is_symmetric, same_call, timeout_ms, total, workspace
 
+_get_symm_mem_workspace = symm_mem.get_symm_mem_workspace
 _lib = torch.library.Library("symm_mem", "IMPL", "CPU")
 _DTYPES = (torch.float32, torch.bfloat16)  # the dtypes that torch's CUDA kernels reduce
 
@@ -244,3 +248,47 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "two_shot_all_reduce_": two_shot_all_reduce_,
     "two_shot_all_reduce_out": two_shot_all_reduce_out,
 }
+
+
+# Functions of torch.distributed._symmetric_memory
+
+
+@wraps(_get_symm_mem_workspace)
+def get_symm_mem_workspace(group_name: str, min_size: int) -> Any:
+    if torch.cuda.is_available():  # the caller names no device
+        return _get_symm_mem_workspace(GroupName(group_name), min_size)
+    return workspace(group_name, min_size)
+
+
+def install_functions() -> None:
+    """Give functions of torch.distributed._symmetric_memory that know CUDA alone a branch for CPU memory."""
+    if symm_mem.get_symm_mem_workspace is get_symm_mem_workspace:
+        return
+    symm_mem.get_symm_mem_workspace = get_symm_mem_workspace
+    if hasattr(symm_mem, "put_signal"):  # not in every release of torch
+        _install_signals()
+
+
+def _install_signals() -> None:
+    cuda_put_signal, cuda_wait_signal = symm_mem.put_signal, symm_mem.wait_signal
+
+    @wraps(cuda_put_signal)
+    def put_signal(src: Tensor, hdl: Any, peer: int) -> None:
+        if src.device.type == "cpu":
+            if not 0 <= peer < hdl.world_size:
+                raise ValueError(f"put_signal: peer must be in [0, {hdl.world_size}), got {peer}")
+            if hdl.offset % src.itemsize:
+                raise ValueError(f"put_signal: offset must be a multiple of {src.itemsize} bytes, got {hdl.offset}")
+            hdl.get_buffer(peer, src.shape, src.dtype, hdl.offset // src.itemsize).copy_(src)
+            hdl.put_signal(peer, timeout_ms=timeout_ms())
+        else:
+            cuda_put_signal(src, hdl, peer)
+
+    @wraps(cuda_wait_signal)
+    def wait_signal(hdl: Any, peer: int) -> None:
+        if hdl.device.type == "cpu":
+            hdl.wait_signal(peer, timeout_ms=timeout_ms())
+        else:
+            cuda_wait_signal(hdl, peer)
+
+    symm_mem.put_signal, symm_mem.wait_signal = put_signal, wait_signal

@@ -14,11 +14,10 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.machine import environment
 from fusedcomm.memory.redact import redact
-from fusedcomm.tools import doctor_checks, doctor_gpus, doctor_host, doctor_ranks
-from fusedcomm.tools.doctor_checks import CheckRanks
+from fusedcomm.tools import doctor_gpus, doctor_host, doctor_ranks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once
 from fusedcomm.tools.doctor_gpus import Gpu, Machine, Pair
-from fusedcomm.tools.doctor_ranks import GroupAnswer
+from fusedcomm.tools.doctor_ranks import CheckRanks, GroupAnswer
 
 CPU_S, GPU_S = 20.0, 90.0  # limits of a check; on GPUs CUDA starts and Triton compiles
 MAX_GPU_RANKS = 8
@@ -83,7 +82,7 @@ class DoctorReport:
         if isinstance(answer, GroupAnswer):
             self.groups.append(answer)
         else:
-            text = f"unknown: the ranks could not be asked: {doctor_checks.brief(answer)}"
+            text = f"unknown: the ranks could not be asked: {doctor_ranks.brief(answer)}"
             advice = "no op on a group works until this does"
             self.findings.append(Finding("algorithms", "group", ERROR, text, advice))
 
@@ -135,19 +134,19 @@ def _look_at_ranks(
         if algorithm in env.WITH_WORKSPACE:
             advice = f"see the findings above, and ptrace_scope, which must be 0 or 1; else {advice}"
         name = f"{device_type} {algorithm}"
-        report.findings.append(ranks.check(name, advice, limit_s, doctor_checks.op_values, device_type, algorithm))
+        report.findings.append(ranks.check(name, advice, limit_s, doctor_ranks.op_values, device_type, algorithm))
 
 
 def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, asked: bool) -> None:
     with closing(CheckRanks(1)) as alone:
         try:
-            report.uuids = alone.run(GPU_S, doctor_checks.uuids)
+            report.uuids = alone.run(GPU_S, doctor_ranks.uuids)
         except Exception as error:  # the doctor survives any failure of the rank
             advice = "python -c 'import torch; torch.cuda.init()' must work first"
-            report.findings.append(Finding("checks", "cuda devices", ERROR, doctor_checks.brief(error), advice))
+            report.findings.append(Finding("checks", "cuda devices", ERROR, doctor_ranks.brief(error), advice))
         if report.uuids and num_gpus >= 2 and not quick:
             advice = "IOMMU or ACS? NCCL_P2P_DISABLE=1 makes everything go through the host"
-            report.findings.append(alone.check("cuda peer copies", advice, GPU_S, doctor_checks.peer_copies))
+            report.findings.append(alone.check("cuda peer copies", advice, GPU_S, doctor_ranks.peer_copies))
     if num_gpus > 1:
         with closing(CheckRanks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl")) as ranks:
             _look_at_ranks(report, ranks, "cuda", GPU_S, quick, asked)

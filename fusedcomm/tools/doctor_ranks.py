@@ -1,9 +1,13 @@
-"""Facts that the ranks of a group know only together: differences between them, and the planner's verdicts."""
+"""Facts that the ranks of a group know only together: differences between them, and the planner's verdicts.
+
+And functional checks, each in processes of its own, with a deadline. A hang or a crash is a finding.
+"""
 
 import contextlib
 import hashlib
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +17,17 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
+from fusedcomm.launch.ranks import RankError, RankPool
+from fusedcomm.launch.world import rank_device
 from fusedcomm.machine import version
 from fusedcomm.memory.group import process_group, store
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.tools import doctor_checks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding, by_value, ranks_text
-from fusedcomm.tools.selftest_checks import why_not
+from fusedcomm.tools.selftest import small, why_not
 
+START_S = 60.0  # until the ranks have come together
+COPIED_BYTES = 1 << 20
 ASK_S = 90.0  # until all ranks have answered; on GPUs CUDA starts
 DTYPES = (torch.bfloat16, torch.float32)
 # Rows, K and N, all multiplied by R: of decoding, of a small and of a large layer.
@@ -130,7 +137,7 @@ def find_verdicts(group: GroupAnswer, primary: str | None) -> list[Finding]:
 def _facts(with_gpus: bool) -> dict[str, Any]:
     gpus: list[str] = []
     with contextlib.suppress(Exception):  # where CUDA does not start, the check of this host's devices has the reason
-        gpus = doctor_checks.uuids(0) if with_gpus else []
+        gpus = uuids(0) if with_gpus else []
     index = int(os.environ.get("LOCAL_RANK", 0))
     names = sorted(set(env.SETTINGS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
     hosts = (env.host_id(), env.host_id().partition(" ")[0])  # the boot id, with the PID namespace and without
@@ -167,3 +174,71 @@ def _plan(op: str, size: tuple[int, int, int], dtype: torch.dtype, device_type: 
     x = torch.empty(program.x_shape(MatmulSize(rows, k, n), num_ranks), dtype=dtype, device=device)
     w = torch.empty(k, n, dtype=dtype, device=device)
     return fusedcomm.explain(op, x, w, *program.dims(x))
+
+
+class CheckRanks:
+    """Rank processes, which a check may hang or end: the next check then gets new ones."""
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+        self.world_size, self.backend = world_size, backend
+        self.pool: RankPool | None = None
+
+    def run(self, limit_s: float, fn: Callable[..., Any], *args: Any) -> Any:
+        """Rank 0's result of ``fn(rank, *args)``. Raises RankError."""
+        if self.pool is None or self.pool.dead:
+            self.pool = RankPool(self.world_size, backend=self.backend, timeout_s=START_S)
+        self.pool.start(fn, *args)
+        return self.pool.join(limit_s)[0]
+
+    def check(self, name: str, advice: str, limit_s: float, fn: Callable[..., str], *args: Any) -> Finding:
+        """``fn`` returns its evidence, or raises."""
+        try:
+            return Finding("checks", name, OK, self.run(limit_s, fn, *args))
+        except Exception as error:  # the doctor survives any failure of a check
+            return Finding("checks", name, ERROR, brief(error), advice)
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+
+def brief(error: Exception) -> str:
+    """An error in one line, without the tracebacks of ranks."""
+    if isinstance(error, RankError):
+        first = error.failures[0]
+        return f"rank {first.rank} {first.kind}: {first.message.splitlines()[0]}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def uuids(rank: int) -> list[str]:
+    """The GPUs that torch sees, once CUDA has started."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def peer_copies(rank: int) -> str:
+    """Copy random bytes from every GPU to every other and back, and compare it on the host."""
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    for a, b in pairs:
+        sent = torch.randint(256, (COPIED_BYTES,), dtype=torch.uint8, device="cpu")
+        there = sent.to(f"cuda:{a}").to(f"cuda:{b}")
+        _must(torch.equal(there.cpu(), sent), f"GPU {a} -> {b}: wrong bytes arrived")
+        _must(torch.equal(there.to(f"cuda:{a}").cpu(), sent), f"GPU {b} -> {a}: wrong bytes arrived")
+    no_access = ", ".join(f"{a} -> {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b))
+    text = f"{len(pairs)} pairs, {COPIED_BYTES >> 20} MiB each way, every byte right"
+    return f"{text}; through the host: {no_access}" if no_access else text
+
+
+def op_values(rank: int, device_type: str, algorithm: str) -> str:
+    """Compare matmul_all_to_all, forward and backward, with the same computed in one process."""
+    with fusedcomm.force_algorithm(algorithm, strict=True):
+        data = small("matmul_all_to_all", rank_device(device_type))
+        wrong = data.wrong(process_group(None))
+    _must(wrong is None, f"rank {rank}: {wrong}")
+    return f"matmul_all_to_all of {dist.get_world_size()} ranks, result and gradients exact"
+
+
+def _must(condition: bool, text: str) -> None:
+    """Like ``assert``, under PYTHONOPTIMIZE too."""
+    if not condition:
+        raise RuntimeError(text)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.tools.selftest_checks import settings
+from fusedcomm.tools.selftest import settings
 from tests.helpers.graphs import cache_counts
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import thorough_but

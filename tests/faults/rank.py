@@ -23,7 +23,7 @@ from fusedcomm.memory import group_member, members, results
 from fusedcomm.memory.group import store
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.tools.selftest_checks import settings
+from fusedcomm.tools.selftest import settings
 from tests.faults import prepared_calls
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.tools import doctor_checks
+from fusedcomm.tools import doctor_ranks
 
 UUID = "0badcafe-0000-4000-8000-00000000000"
 
@@ -55,10 +55,10 @@ def fake_nvml(
     return SimpleNamespace(**functions, NVMLError=NvmlError, c_nvmlGpuFabricInfoV_t=_Fabric)
 
 
-def shared(ranks: Callable[[int], RankPool]) -> type[doctor_checks.CheckRanks]:
-    """doctor_checks.CheckRanks over the pools of the test session."""
+def shared(ranks: Callable[[int], RankPool]) -> type[doctor_ranks.CheckRanks]:
+    """doctor_ranks.CheckRanks over the pools of the test session."""
 
-    class Shared(doctor_checks.CheckRanks):
+    class Shared(doctor_ranks.CheckRanks):
         def __init__(self, world_size: int, backend: str = "gloo") -> None:
             super().__init__(world_size, backend)
             self.pool = ranks(world_size)
@@ -69,10 +69,10 @@ def shared(ranks: Callable[[int], RankPool]) -> type[doctor_checks.CheckRanks]:
     return Shared
 
 
-def canned(answers: dict[str, Any]) -> type[doctor_checks.CheckRanks]:
-    """doctor_checks.CheckRanks without processes: an answer, or exception, is given by the check's function's name."""
+def canned(answers: dict[str, Any]) -> type[doctor_ranks.CheckRanks]:
+    """doctor_ranks.CheckRanks without processes: an answer, or exception, is given by the check's function's name."""
 
-    class Canned(doctor_checks.CheckRanks):
+    class Canned(doctor_ranks.CheckRanks):
         def run(self, limit_s: float, fn: Callable[..., Any], *args: Any) -> Any:
             answer = answers.get(f"{fn.__name__} {args[0] if args else ''}".strip(), answers.get(fn.__name__))
             return raises(answer) if isinstance(answer, Exception) else answer

@@ -19,7 +19,7 @@ import fusedcomm
 from fusedcomm.bench import tune
 from fusedcomm.memory.vote import STORE_THREAD
 from fusedcomm.run import python_executor
-from fusedcomm.tools.selftest_checks import settings
+from fusedcomm.tools.selftest import settings
 from tests.helpers.groups import call, check, empty_is_nan, member_of
 from tests.helpers.hosts import sent_bytes, set_link
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights

@@ -25,7 +25,7 @@ from fusedcomm.plan.cost import in_pieces, model, tuned
 from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.cost.model import DEFAULTS, Constants
 from fusedcomm.tools import main
-from fusedcomm.tools.selftest_checks import settings
+from fusedcomm.tools.selftest import settings
 from tests.helpers.spies import logged
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.exact_problem import difference
 from fusedcomm.plan.call_plan import Plan
-from fusedcomm.tools.selftest_checks import settings
+from fusedcomm.tools.selftest import settings
 from tests.helpers.groups import empty_is_nan
 from tests.helpers.in_place import in_place_from
 from tests.soak import invoke

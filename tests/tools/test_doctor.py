@@ -21,7 +21,7 @@ from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.machine import RELEVANT
 from fusedcomm.ops import dispatch
 from fusedcomm.tools import doctor as command
-from fusedcomm.tools import doctor_checks, doctor_gpus, doctor_host, doctor_ranks, main
+from fusedcomm.tools import doctor_gpus, doctor_host, doctor_ranks, main
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING
 from fusedcomm.tools.doctor_ranks import AlgorithmVerdict, GroupAnswer, find_differences, find_verdicts
 from tests.helpers.doctor_machines import UUID, canned, fake_nvml, rank_facts, shared
@@ -65,7 +65,7 @@ def hang(rank: int) -> str:
 
 
 def test_a_check_that_hangs_is_bounded_and_the_next_one_runs() -> None:
-    with contextlib.closing(doctor_checks.CheckRanks(1)) as ranks:
+    with contextlib.closing(doctor_ranks.CheckRanks(1)) as ranks:
         hung = ranks.check("x", "help", 0.5, hang)
         assert (hung.level, hung.advice) == (ERROR, "help") and "did not answer: no result within 0.5 s" in hung.text
         assert ranks.check("x", "", 30, str).text == "0"

@@ -24,8 +24,8 @@ from fusedcomm.memory import topology
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.run import calls
-from fusedcomm.tools import main, selftest, selftest_checks
-from fusedcomm.tools.selftest_checks import ExactCall
+from fusedcomm.tools import main, selftest
+from fusedcomm.tools.selftest import ExactCall
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "selftest.json").read_text())
 RUN = """
@@ -77,19 +77,19 @@ def raises_in_chunked(rank: int) -> Iterator[None]:
             raise RuntimeError("planted")
         return ours(data, group)
 
-    with mock.patch.object(ExactCall, "call", raising), mock.patch.object(selftest_checks, "WAIT_S", 2):
+    with mock.patch.object(ExactCall, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
         yield
 
 
 def waits_for_nobody(rank: int) -> Any:
     """A rank waits for nobody where an error is due, but not before."""
-    ours = selftest_checks._error_of
+    ours = selftest._error_of
 
     def without_waits(*args: Any) -> Exception | None:
         with mock.patch.object(Workspace, "wait", lambda *args: None):
             return ours(*args)
 
-    return mock.patch.object(selftest_checks, "_error_of", without_waits)
+    return mock.patch.object(selftest, "_error_of", without_waits)
 
 
 def no_native_part(rank: int) -> Any:
@@ -118,10 +118,10 @@ def nothing_wrong(rank: int) -> Any:
 def selftest_in_rank(
     rank: int, plant: Callable[[int], Any], *checks: str, options: tuple[str, ...] = ()
 ) -> tuple[int, str]:
-    kept = {name: selftest_checks.CHECKS[name] for name in checks or selftest_checks.CHECKS}
+    kept = {name: selftest.CHECKS[name] for name in checks or selftest.CHECKS}
     out = io.StringIO()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(selftest_checks.CHECKS, kept, clear=True))
+        stack.enter_context(mock.patch.dict(selftest.CHECKS, kept, clear=True))
         stack.enter_context(mock.patch.dict(os.environ))
         stack.enter_context(plant(rank))
         stack.enter_context(contextlib.redirect_stdout(out))
@@ -142,7 +142,7 @@ def test_in_ranks_of_torchrun_it_passes_and_only_rank_0_prints(
     report = json.loads(file.read_text())
     jsonschema.validate(report, SCHEMA)
     assert report["passed"] and report["world_size"] == 2
-    assert [check["name"] for check in report["checks"]] == list(selftest_checks.CHECKS)
+    assert [check["name"] for check in report["checks"]] == list(selftest.CHECKS)
     assert {check["status"] for check in report["checks"]} == {"passed"}
     by_name = {check["name"]: check["found"] for check in report["checks"]}
     assert "fused cannot: on CPU" in by_name["plan"]
@@ -175,8 +175,8 @@ def test_a_rank_that_fails_alone_is_reported_though_its_peer_waits_first(ranks: 
 
 
 def test_a_vote_outlasts_a_wait_and_a_check_is_over_before_its_ranks_are_ended() -> None:
-    assert selftest_checks._vote_s() > 2 * selftest_checks.WAIT_S
-    assert 2 * selftest_checks._vote_s() < selftest.TIMEOUT_S
+    assert selftest._vote_s() > 2 * selftest.WAIT_S
+    assert 2 * selftest._vote_s() < selftest.TIMEOUT_S
 
 
 def test_what_cannot_run_here_is_skipped_and_says_why(ranks: Callable[[int], RankPool]) -> None:
@@ -201,10 +201,10 @@ def test_ranks_that_end_are_a_failure_and_the_rest_is_not_run(
 ) -> None:
     @contextlib.contextmanager
     def ranks_that_die(*args: Any) -> Iterator[world.CallRanks]:
-        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest_checks.CheckResult:
+        def call(fn: Callable[..., Any], name: str, device_type: str) -> selftest.CheckResult:
             if name == "time-out":
                 raise RankError([RankFailure(1, "died", None, "SIGSEGV", "")])
-            return selftest_checks.CheckResult(name, "", "passed", "")
+            return selftest.CheckResult(name, "", "passed", "")
 
         yield call
 
