@@ -206,8 +206,8 @@ def _vote_on_mesh(known: _Mesh, ranks: tuple[int, ...]) -> MeshFacts:
     if known.is_fake:
         return MeshFacts(shape, ranks, (0,) * len(ranks), DEFAULTS[device_type])
     constants = tuned.read(torch.device(device_type), len(ranks))
-    posted = {"device_type": device_type, "mesh_shape": list(shape), "ranks": list(ranks), "host": env.host_id()}
-    posted |= {"constants": constants.digest if constants else None, "check": env.check()}
+    posted: dict[str, Any] = {"device_type": device_type, "mesh_shape": list(shape), "ranks": list(ranks)}
+    posted |= {"host": env.host_id(), "constants": constants.digest if constants else None, "check": env.check()}
     facts = _vote("mesh", posted, voters, "fusedcomm mesh vote")
     _check_same(facts, voters, ("device_type", "mesh_shape", "ranks"))
     if len({fact["constants"] for fact in facts}) > 1:

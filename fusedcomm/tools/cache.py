@@ -32,8 +32,7 @@ def add_parser(commands: Any) -> None:
     )
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
     what.add_parser("show", help="where they are, and how many", epilog="example: fusedcomm cache show")
-    text = "compile the kernels of the five ops by fused, as for nn.Linear too, on a machine without a GPU too; not "
-    text += "those of norms, float8 and experts"
+    text = "compile the kernels of the five ops by fused, also for nn.Linear and where no GPU is; no others"
     warm = what.add_parser("warm", help=text, epilog="example: fusedcomm cache warm --shape 4096 4096 8192 --arch 90")
     warm.add_argument("--op", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: all five")
     shape = "the local matmul, [M, K] @ [K, N]; can be repeated"
@@ -106,11 +105,8 @@ def _warm(args: argparse.Namespace) -> int:
     for op, (m, k, n), linear in itertools.product(args.op, args.shape, (False, True)):
         rows = m * args.world_size if op == "all_to_all_matmul" else m
         dims = {"gather_dim": int(op == "all_to_all_matmul"), "scatter_dim": int(op == "matmul_all_to_all")}
-        call = GpuCall(
-            args.world_size,
-            DTYPES[args.dtype],
-            GpuCase(op, "warm", (rows, k), (n,), **dims, bias=linear, transposed=linear),
-        )
+        case = GpuCase(op, "warm", (rows, k), (n,), **dims, bias=linear, transposed=linear)
+        call = GpuCall(args.world_size, DTYPES[args.dtype], case)
         compile_kernels.compile_job(partial(call.group, "fused", compile_kernels.META, shares_gpu=False), target)
     print(f"sm_{target.arch}: {len(kernels()) - before} kernels compiled, into {knobs.cache.dir}")
     return 0

@@ -275,11 +275,6 @@ def _print(report: Postmortem) -> None:
     out.print("why ranks have written their dumps:")
     for why, ranks in reasons.items():
         out.print(f"{ranks_text(ranks)}: {why}", markup=False)
-    console.show(table(report), out)
-    out.print("\n".join(["verdict:", *report.verdicts]), markup=False)
-
-
-def table(report: Postmortem) -> Table:
     rows = [
         (group.name if i == 0 else "", rank, group.last.get(rank))
         for group in report.groups
@@ -293,7 +288,8 @@ def table(report: Postmortem) -> Table:
         Column("is", "where the call was when the dump was written", lambda row: _state(row[2]), left=True, folds=12),
         Column("since\ns", "how long it was there", lambda row: f"{row[2].seconds:.1f}" if row[2] else ""),
     )
-    return Table(columns, rows)
+    console.show(Table(columns, rows), out)
+    out.print("\n".join(["verdict:", *report.verdicts]), markup=False)
 
 
 def _state(call: RecordedCall | None) -> str:
