@@ -66,12 +66,6 @@ class HeaderLayout:
         """last_words[src_rank]: why a rank has ended, in UTF-8, padded with zeros."""
         return _aligned(self.marks + 8 * NUM_SLOTS * self.group_size) + LAST_WORDS_BYTES * src_rank
 
-    def post(self, src_rank: int) -> int:
-        return self.posts + POST_BYTES * src_rank
-
-    def mark(self, epoch: int, src_rank: int) -> int:
-        return self.marks + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
-
     def flag(self, epoch: int, src_rank: int) -> int:
         return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)
 

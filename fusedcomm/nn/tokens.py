@@ -112,12 +112,9 @@ class _Unsharded(torch.autograd.Function):
         outer = math.prod([size for i, size in enumerate(sent.shape) if i != dim % sent.ndim])  # which Dynamo traces
         whole = all_gather(sent, dim, group_size, group_name, cut, pads("all_gather", cut, outer, sent))
         whole = whole if sent is t else whole.contiguous().view(t.dtype).squeeze(-1)
-        sizes = given.gather_splits
-        if sizes is None:
-            assert given.gather_size is not None
-            sizes = chunk_parts(given.gather_size, group_size).sizes
         assert given.rank is not None
-        ctx.block = dim, sum(sizes[: given.rank]), sizes[given.rank]
+        starts = None if cut is None or cut.gathered is None else cut.gathered.starts  # None: equal blocks
+        ctx.block = dim, given.rank * t.shape[dim] if starts is None else starts[given.rank], t.shape[dim]
         return whole
 
     @staticmethod

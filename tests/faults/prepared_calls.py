@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory.results import Results
-from fusedcomm.memory.segment import FINGERPRINT_BITS
+from fusedcomm.memory.segment import FINGERPRINT_BITS, POST_BYTES
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from tests.faults.steps import CALL, CALLS, LATER_CALL, STOPPING, Fault, GoOn, Reached, replaced
@@ -117,7 +117,8 @@ def _unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def until_posted(workspace: Workspace, bound_s: float) -> None:
     own = workspace.addresses[workspace.rank]
-    stamps = [own + workspace.layout.post(r) + 2 * _WORD for r in range(workspace.group_size) if r != workspace.rank]
+    posts = own + workspace.layout.posts
+    stamps = [posts + POST_BYTES * r + 2 * _WORD for r in range(workspace.group_size) if r != workspace.rank]
     _until_epoch(stamps, workspace.epoch + 1, bound_s)
 
 

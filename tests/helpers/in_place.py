@@ -93,5 +93,6 @@ def arrived(group: Any) -> list[int]:
 def in_place_from(workspace: Workspace) -> list[int]:
     """The ranks whose chunks of the last round have come in place."""
     words = workspace.segment[: workspace.layout.header_bytes].view(torch.int64).tolist()
-    marks = [words[workspace.layout.mark(workspace.epoch, src) // 8] for src in range(workspace.group_size)]
+    first = workspace.layout.marks // 8 + workspace.epoch % 2 * workspace.group_size
+    marks = words[first : first + workspace.group_size]
     return [src for src, mark in enumerate(marks) if mark == workspace.epoch > 0]

@@ -36,8 +36,7 @@ def cut_off_from_vote(number: int) -> Iterator[None]:
         leave(self, *args)
         votes += 1
         if votes == number:
-            self.deadline = 0.0
-            self.still_waits([0], {})
+            raise fusedcomm.PeerTimeoutError("late", peers=[0], op=self.what, epoch=0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vote._Vote, "leave_together", too_late)

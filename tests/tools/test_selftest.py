@@ -25,7 +25,6 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.run import calls
 from fusedcomm.tools import main, selftest
-from fusedcomm.tools.selftest import ExactCall
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "selftest.json").read_text())
 RUN = """
@@ -70,14 +69,14 @@ def wrong_reduce_scatter(rank: int) -> Any:
 @contextlib.contextmanager
 def raises_in_chunked(rank: int) -> Iterator[None]:
     """Chunked raises on rank 1 alone, before it calls, so the other rank waits for it."""
-    ours = ExactCall.call
+    ours = selftest.ExactCall.call
 
-    def raising(data: ExactCall, group: Any) -> list[Tensor]:
+    def raising(data: selftest.ExactCall, group: Any) -> list[Tensor]:
         if rank == 1 and data.plan(group).algorithm == "chunked":
             raise RuntimeError("planted")
         return ours(data, group)
 
-    with mock.patch.object(ExactCall, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
+    with mock.patch.object(selftest.ExactCall, "call", raising), mock.patch.object(selftest, "WAIT_S", 2):
         yield
 
 
