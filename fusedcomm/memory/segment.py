@@ -148,16 +148,17 @@ class ErrorRecord:
         seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)
         where = f"{op} on group {group_name!r}, rank {rank}, round {epoch}"
         after = f"(rounds seen by rank: {seen}). {RESET_FIRST}"
-        other = "another op, or this one with other shapes, dtype or dims"
         error: type[PeerError] = PeerTimeoutError
         if kind == MISMATCHED:
-            error, text = PeerMismatchError, f"ranks {peers} called {other}"
+            error = PeerMismatchError
+            text = f"ranks {peers} called another op, or this one with other shapes, dtype or dims"
         elif left:
             text = f"ranks {left} left their call half way, by an exception there"
         elif ended:
             text = "; ".join(ended)
         elif found:
-            error, text = PeerMismatchError, f"ranks {found} met {other}"
+            error = PeerMismatchError
+            text = f"ranks {found} met another op, or this one with other shapes, dtype or dims"
         elif kind == TIMED_OUT:
             text = f"ranks {peers} did not signal within {timeout_s:g} s"
         else:
