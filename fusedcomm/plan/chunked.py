@@ -75,12 +75,13 @@ def push_reduce_gather(
     partial_bias: Tensor | None,
     out: Tensor | None,
     residual: Tensor | None = None,
+    norm: RmsNorm | None = None,
     *,
     scale: float,
 ) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums.
 
-    The owner of a block adds its part of the residual, which all ranks share.
+    The owner of a block adds its part of the residual, which all ranks share. ``norm``: of the result's rows, on a GPU.
     """
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
@@ -94,7 +95,7 @@ def push_reduce_gather(
         moves.reduce(spans, reduced, bias, scale, residual=own_residual, beside=beside)
         moves.begin(spans, out)
         moves.pack(spans, reduced, out)
-        moves.unpack(spans, out, own=reduced, beside=beside)
+        moves.unpack(spans, out, own=reduced, norm=norm, beside=beside or norm is not None)
     moves.end()
     return out
 

@@ -76,12 +76,13 @@ def push_reduce_gather(
     partial_bias: Given,
     out: Given,
     residual: Given = None,
+    norm: RmsNorm | None = None,
     *,
     scale: float,
 ) -> Tensor:
-    """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums."""
+    """`chunked.push_reduce_gather`, by kernels."""
     if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(exchange, w):
-        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, scale=scale)
+        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
     x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)
@@ -91,7 +92,7 @@ def push_reduce_gather(
         with s.lane("push"):
             launches.pack(s, reduced, spans)
         with s.lane("copy"):
-            launches.unpack(s, out, spans)
+            launches.unpack(s, out, spans, norm=norm)
         s.add(EndRound(by_kernel=True))
     return out
 

@@ -184,6 +184,7 @@ def unpack(
     out: Tensor,
     spans: RoundSpans,
     *,
+    norm: RmsNorm | None = None,
     end_round: bool = True,
     own: bool = True,
     beside: bool = False,
@@ -191,15 +192,22 @@ def unpack(
 ) -> None:
     """Wait for every src_rank's chunk and copy it to its place in ``out``. Without ``own`` this rank's is there.
 
-    ``beside``: a matmul needs SMs meanwhile. ``arrived``: something in front of it has waited for all ranks.
+    ``norm``: of all chunks, each of whole rows, in the same kernel. ``beside``: a matmul needs SMs meanwhile.
+    ``arrived``: something in front of it has waited for all ranks.
     """
     assert out.is_contiguous()
     if spans.unpack.size == 0:
         if end_round:
             wait(s)
         return
-    kind = copy_out(s, 2 * s.group_size * spans.unpack.size * out.itemsize, beside, arrived)
-    _copies(s, "copy.unpack_kernel", out, spans.unpack, kind, Unpacked(end_round, own))
+    kind = copy_out(s, (2 + (norm is not None)) * s.group_size * spans.unpack.size * out.itemsize, beside, arrived)
+    if norm is None:
+        _copies(s, "copy.unpack_kernel", out, spans.unpack, kind, Unpacked(end_round, own))
+        return
+    n = out.shape[-1]
+    assert end_round and all(each % n == 0 for each in spans.unpack)
+    rows = tuple(each // n for each in spans.unpack)
+    _norm_arrived(s, "unpack_norm_kernel", kind, out, norm, 1, rows, own)
 
 
 def reduce(
@@ -230,8 +238,10 @@ def reduce(
     run, num_results = Reduced(span.size, span.start, spans.chunk_numel), 1 if norm is None else 3
     kind = copy_out(s, (s.group_size + num_results) * span.size * out.itemsize, beside, arrived)
     if norm is not None:
-        assert residual is not None
-        _reduce_norm(s, out, bias, residual, norm, run, kind)
+        n = out.shape[-1]
+        assert residual is not None and run.size % n == run.start % n == 0
+        others = run, s.place(residual), vector(s, bias)
+        _norm_arrived(s, "reduce_norm_kernel", kind, out, norm, s.group_size, *others)
         return
     block, num_warps, in_sm = tiles.reduce_config(s.device.architecture, s.group_size, bias is not None)
     arguments = (
@@ -252,18 +262,15 @@ def reduce(
     launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
 
 
-def _reduce_norm(
-    s: Builder, out: Tensor, bias: Given, residual: Tensor, norm: RmsNorm, run: Reduced, kind: str
-) -> None:
+def _norm_arrived(s: Builder, kernel: str, kind: str, out: Tensor, norm: RmsNorm, num_terms: int, *others: Any) -> None:
+    """Launch a kernel that waits for ``num_terms`` of each element, and norms the rows."""
     n = out.shape[-1]
-    assert norm.normed.is_contiguous() and run.size % n == run.start % n == 0
-    block, num_warps = tiles.norm_config(s.device.architecture, n, out.itemsize, s.group_size)
+    assert norm.normed.is_contiguous()
+    block, num_warps = tiles.norm_config(s.device.architecture, n, out.itemsize, num_terms)
     arguments = (
-        *map(s.place, (norm.normed, out, residual)),
-        vector(s, bias),
-        s.optional(norm.weight),
+        *map(s.place, (norm.normed, out)),
+        vector(s, norm.weight),
         Table(),
-        run,
         n,
         float(norm.eps),
         s.memory.slot_bytes,
@@ -271,9 +278,10 @@ def _reduce_norm(
         unit(out.itemsize, n),
         block,
         n <= block,
+        *others,
     )
     options = {"num_warps": num_warps, "maxnreg": min(ALL_REGISTERS, REGISTERS // (32 * num_warps))}
-    launch(s, "reduce_norm.reduce_norm_kernel", programs(s, kind, run.size // n), arguments, **options)
+    launch(s, f"reduce_norm.{kernel}", programs(s, kind, out.numel() // n), arguments, **options)
 
 
 def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:

@@ -209,15 +209,23 @@ class Moves:
             else:
                 self.s.add(Wait(src_rank))
 
-    def unpack(self, spans: RoundSpans, out: Tensor, own: Tensor | None = None, *, beside: bool) -> None:
+    def unpack(
+        self,
+        spans: RoundSpans,
+        out: Tensor,
+        own: Tensor | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        beside: bool,
+    ) -> None:
         """Wait for all chunks, copy them to their places, and end the round. ``own``: the packed tensor, if any.
 
-        ``beside``: a GPU multiplies another round meanwhile.
+        ``norm``: of this round's rows of ``out``, on a GPU. ``beside``: a GPU multiplies another round meanwhile.
         """
         s, rank = self.s, self.rank
         packed = None if own is None else spans.at(rank).pack.view(own.view(-1), 0, rank)
         if s.device.is_gpu:
-            self._unpack_by_kernel(spans, out, packed, beside)
+            self._unpack_by_kernel(spans, out, packed, norm, beside)
             return
         place = _in_result(spans, rank, out)
         with s.lane("copy", rank):
@@ -234,7 +242,9 @@ class Moves:
                         copy_between(s, _in_result(spans, src_rank, out), chunk)
         s.add(EndRound())
 
-    def _unpack_by_kernel(self, spans: RoundSpans, out: Tensor, packed: Tensor | None, beside: bool) -> None:
+    def _unpack_by_kernel(
+        self, spans: RoundSpans, out: Tensor, packed: Tensor | None, norm: RmsNorm | None, beside: bool
+    ) -> None:
         s, rank = self.s, self.rank
         if packed is None:
             s.join(self.reads, MAIN)
@@ -247,7 +257,7 @@ class Moves:
             if spans.by_peer:
                 self._unpack_parts(spans, out, self.sources[is_there:], waits=packed is None)
             else:
-                launches.unpack(s, out, spans, own=not is_there, beside=beside)
+                launches.unpack(s, out, spans, norm=norm, own=not is_there, beside=beside)
         self._end_round()
 
     def _unpack_parts(self, spans: RoundSpans, out: Tensor, sources: Sequence[int], waits: bool) -> None:

@@ -1,7 +1,8 @@
 """An all_reduce, a residual and an RMSNorm: ``residual_out = sum + bias + residual``, in float32, rounded once.
 
     one_shot    every rank sends its whole terms to all; each adds them, in rank order
-    two_shot    a reduce_scatter whose owner adds the residual too, and a gather of the sums
+    two_shot    a reduce_scatter whose owner adds the residual too, and a gather of the sums, on GPUs normed as they
+                come, where parts are whole rows
     scattered   a reduce_scatter, on its wire, whose rank adds and norms its rows, on GPUs in the kernel that waits
 
 The norm reads the rounded ``residual_out``, so that all ranks have the same bits. On GPUs, one_shot is three launches:
@@ -9,6 +10,7 @@ cuBLAS's, one that sends, and one that waits, adds and norms.
 """
 
 import math
+from functools import partial
 
 from torch import Tensor
 
@@ -39,14 +41,22 @@ def push_reduce_norm(
     """``[rms_norm(residual_out) * norm_weight, residual_out]``. ``fused``: by Triton kernels, on a CPU interpreted."""
     if exchange.gathers:
         return _one_shot(s, exchange, x, w, bias, residual, norm_weight, normed, out, eps, fused)
-    out = padded(push_reduce_gather, s, exchange, x, w, bias, None, out, residual, scale=1.0).view(residual.shape)
-    normed = s.result(out.shape, out.dtype) if normed is None else normed
+    norm, by_kernel = _norm(s, residual, norm_weight, normed, eps), fused or s.device.is_gpu
+    as_they_come = by_kernel and _sends_rows(s, exchange, residual)
+    program = partial(push_reduce_gather, norm=norm) if as_they_come else push_reduce_gather
+    out = padded(program, s, exchange, x, w, bias, None, out, residual, scale=1.0).view(residual.shape)
     with s.lane("copy"):
-        if fused or s.device.is_gpu:
-            launches.norm(s, normed, out, norm_weight, eps)
-        else:
-            s.norm(normed, out, None if norm_weight is None else s.contiguous(norm_weight), eps)
-    return [normed, out]
+        if not by_kernel:
+            s.norm(norm.normed, out, norm.weight, eps)
+        elif not as_they_come:
+            launches.norm(s, norm.normed, out, norm.weight, eps)
+    return [norm.normed, out]
+
+
+def _sends_rows(s: Builder, exchange: Exchange, like: Tensor) -> bool:
+    """Whether the parts of all ranks, in all rounds, are whole rows of a result ``like`` this, which has no others."""
+    in_rows = exchange.split_dim < len(exchange.shape) - 1 and like.shape[-1] <= s.max_chunk_numel(like.dtype)
+    return in_rows and math.prod(exchange.shape) == like.numel()
 
 
 def push_reduce_scatter_norm(
@@ -73,9 +83,14 @@ def _tail(
     s: Builder, residual: Tensor, norm_weight: Given, normed: Given, out: Given, eps: float
 ) -> tuple[Tensor, Tensor, RmsNorm]:
     """(residual, out, norm)."""
-    normed, out = (s.result(residual.shape, residual.dtype) if each is None else each for each in (normed, out))
-    weight = None if norm_weight is None else s.contiguous(norm_weight)
-    return s.contiguous(residual), out, RmsNorm(normed, weight, eps)
+    norm = _norm(s, residual, norm_weight, normed, eps)
+    out = s.result(residual.shape, residual.dtype) if out is None else out
+    return s.contiguous(residual), out, norm
+
+
+def _norm(s: Builder, like: Tensor, weight: Given, normed: Given, eps: float) -> RmsNorm:
+    normed = s.result(like.shape, like.dtype) if normed is None else normed
+    return RmsNorm(normed, None if weight is None else s.contiguous(weight), eps)
 
 
 def _one_shot(

@@ -1,11 +1,25 @@
-"""RMSNorm of rows: of sums that are there, or of rows that all ranks have pushed, behind their sum and a residual."""
+"""RMSNorm of rows: of sums that are there or come from their owners, or of pushed terms, behind their sum and a
+residual.
+"""
 
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import in_units, rounded
+from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.kernels.triton.primitives import in_units, poison, rounded, span_index
 from fusedcomm.kernels.triton.reduce import summed
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, wait_all
+from fusedcomm.kernels.triton.rounds import (
+    all_there,
+    end_round,
+    must_poison,
+    next_round,
+    slot_of,
+    source_rank,
+    wait_all,
+    wait_source,
+)
+
+STAGES = tl.constexpr(3)  # rows of a program in flight
 
 
 @triton.jit
@@ -15,7 +29,8 @@ def _row(out_ptr, slot, residual_ptr, bias_ptr, first, columns, mask, step, GROU
         value = tl.load(out_ptr + first + columns, mask)
     else:
         total = summed(slot, first, columns, mask, step, GROUP_SIZE)
-        total += tl.load(residual_ptr + first + columns, mask).to(tl.float32)
+        if residual_ptr is not None:
+            total += tl.load(residual_ptr + first + columns, mask).to(tl.float32)
         if bias_ptr is not None:
             total += tl.load(bias_ptr + columns, mask).to(tl.float32)
         value = rounded(total, out_ptr.dtype.element_ty)
@@ -83,11 +98,8 @@ def _norm(
 def reduce_norm_kernel(
     normed_ptr,  # contiguous, as out
     out_ptr,  # contiguous
-    residual_ptr,  # likewise
-    bias_ptr,  # [N], or None
     weight_ptr,  # [N], or None
     segments_ptr,  # [R] addresses of the ranks' segments
-    run,  # Reduced, whole rows
     N,
     eps,
     slot_bytes,
@@ -97,6 +109,9 @@ def reduce_norm_kernel(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    run,  # Reduced, whole rows
+    residual_ptr,  # contiguous, as out
+    bias_ptr,  # [N], or None
 ):
     """out.flatten()[start + i] = sum of slot[src][i] over src_rank 0 .. R-1 + residual + bias, rounded once, and
     normed = out / sqrt(mean(out ** 2) + eps) * weight of each row, rounded once; 0 <= i < size.
@@ -121,14 +136,97 @@ def reduce_norm_kernel(
                 normed, out, residual, bias_ptr, weight_ptr, slot, first, step, N, eps, LAYOUT.group_size, BLOCK, WHOLE
             )
     if must_poison(round, failed, LAYOUT):
-        nan = tl.full((BLOCK,), float("nan"), tl.float32).to(dtype)
-        columns = tl.arange(0, BLOCK)
         for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            first = tl.cast(row, tl.int64) * N
-            for begin in range(0, N, BLOCK):
-                mask = begin + columns < N
-                tl.store(out + first + begin + columns, nan, mask)
-                tl.store(normed + first + begin + columns, nan, mask)
+            _poison(normed, out, tl.cast(row, tl.int64) * N, N, BLOCK)
+    end_round(round)
+
+
+@triton.jit
+def _poison(normed_ptr, out_ptr, first, N, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    for begin in range(0, N, BLOCK):
+        mask = begin + columns < N
+        tl.store(out_ptr + first + begin + columns, poison(out_ptr.dtype.element_ty), mask)
+        tl.store(normed_ptr + first + begin + columns, poison(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _norm_chunk(
+    normed_ptr,
+    out_ptr,
+    weight_ptr,
+    chunk,  # None: its rows are in out, or must be poisoned
+    src_rank,
+    rows,
+    begin,
+    N,
+    eps,
+    POISON: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """src_rank's rows, in this program's turns, of which ``begin`` is the first. Returns that in the next chunk."""
+    num_programs = tl.num_programs(0)
+    for row in tl.range(begin, rows.size, num_programs, num_stages=STAGES):
+        first = span_index(tl.cast(row, tl.int64), src_rank, rows) * N
+        if POISON:
+            _poison(normed_ptr, out_ptr, first, N, BLOCK)
+        else:
+            slot = None if chunk is None else chunk + (tl.cast(row, tl.int64) * N - first)
+            _norm(normed_ptr, out_ptr, None, None, weight_ptr, slot, first, 0, N, eps, 1, BLOCK, WHOLE)
+    return (begin + num_programs - rows.size % num_programs) % num_programs
+
+
+@triton.jit(do_not_specialize=["fingerprint", "rank"])
+def unpack_norm_kernel(
+    normed_ptr,  # contiguous, as out
+    out_ptr,  # contiguous
+    weight_ptr,  # [N], or None
+    segments_ptr,  # [R] addresses of the ranks' segments
+    N,
+    eps,
+    slot_bytes,
+    fingerprint,
+    rank,
+    LAYOUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    rows,  # Span over src_rank, of whole rows
+    OWN: tl.constexpr,
+):
+    """out[rows(i, src)] = slot[src][i] for every src_rank, and normed = out / sqrt(mean(out ** 2) + eps) * weight of
+    each row, rounded once: own rows first, without OWN those in out, then others as they come.
+
+    The kernel waits as unpack_kernel does, and ends the round. On failure each program writes NaN where it would have
+    written data.
+    """
+    rows = Span(*rows)
+    N = in_units(N, UNIT)
+    round = next_round(segments_ptr, rank, fingerprint)
+    slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, out_ptr.dtype.element_ty)
+    failed = round.epoch < 0
+    begin = tl.program_id(0)
+    FIRST: tl.constexpr = 0 if OWN else 1  # of the sources in the slot; the own signal, behind all sends, is then last
+    if not OWN:
+        begin = _norm_chunk(normed_ptr, out_ptr, weight_ptr, None, rank, rows, begin, N, eps, False, BLOCK, WHOLE)
+    there = all_there(round, LAYOUT)
+    for step in range(FIRST, LAYOUT.group_size + FIRST):
+        src_rank = source_rank(step, rank, LAYOUT)
+        if not there:
+            failed = wait_source(src_rank, round, failed, LAYOUT)
+        if (failed == 0) & (step < LAYOUT.group_size):  # not the own signal alone
+            chunk = slot + tl.cast(src_rank, tl.int64) * rows.size * N
+            begin = _norm_chunk(
+                normed_ptr, out_ptr, weight_ptr, chunk, src_rank, rows, begin, N, eps, False, BLOCK, WHOLE
+            )
+    if must_poison(round, failed, LAYOUT):
+        begin = tl.program_id(0)
+        for step in range(LAYOUT.group_size):
+            src_rank = source_rank(step, rank, LAYOUT)
+            begin = _norm_chunk(
+                normed_ptr, out_ptr, weight_ptr, None, src_rank, rows, begin, N, eps, True, BLOCK, WHOLE
+            )
     end_round(round)
 
 

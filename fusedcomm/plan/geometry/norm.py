@@ -29,8 +29,13 @@ def one_shot(shape: Shape, k: int, eps: float, group_size: int) -> Exchange:
 
 
 def two_shot(x: Shape, w: Shape | None, eps: float, group_size: int) -> Exchange:
-    """That of the all_reduce, which it does not meet: here the owner of a block adds the residual."""
-    plain = payloads.all_reduce(x, "sum", group_size) if w is None else matmul_all_reduce(x, w, "sum", group_size)
+    """That of the all_reduce, which it does not meet: here the owner of a block adds the residual, and of many rows
+    none is cut.
+    """
+    if w is None:
+        plain = payloads.all_reduce(x, "sum", group_size, whole_rows=True)
+    else:
+        plain = matmul_all_reduce(x, w, "sum", group_size, whole_rows=len(w) == 2)
     return replace(plain, reduce_op=_reduce_op(eps))
 
 

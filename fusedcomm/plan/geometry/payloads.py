@@ -63,14 +63,14 @@ def reduce_scatter(x: Shape, reduce_op: str, scatter_dim: int, group_size: int, 
     return _reduce(x, scatter_dim, (block, None), group_size, reduce_op, cut, largest)
 
 
-def all_reduce(x: Shape, reduce_op: str, group_size: int) -> Exchange:
+def all_reduce(x: Shape, reduce_op: str, group_size: int, *, whole_rows: bool = False) -> Exchange:
     """The ranks' sum or average: each rank reduces one block of x as [rows, n] and gathers the others.
 
     Where R divides neither rows nor columns, the Exchange is that of a few more rows.
     """
     check_all_reduce(x, reduce_op, group_size)
     rows, n = math.prod(x[:-1]), x[-1]
-    by_columns = cuts_columns(rows, n, group_size)
+    by_columns = cuts_columns(rows, n, group_size, whole_rows)
     padding = 0 if by_columns else -rows % group_size
     blocks = [rows + padding, n]
     exchange = _reduce(blocks, int(by_columns), (blocks, int(by_columns)), group_size, reduce_op)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
-from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.geometry.exchange import FEW_ROWS, Exchange
 from fusedcomm.plan.geometry.spans import block_shape
 from fusedcomm.plan.scaling import VALUES
 
@@ -134,7 +134,7 @@ def matmul_reduce_scatter(
     return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op, cut=cut, largest=largest)
 
 
-def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Exchange:
+def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int, *, whole_rows: bool = False) -> Exchange:
     """``all_reduce(x @ w, reduce_op)``: each rank reduces one block and gathers the others.
 
     Where R divides neither the rows nor the columns of y, the Exchange is that of an x with a few more rows.
@@ -143,7 +143,7 @@ def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int) -> Ex
     rows, n = math.prod(x[:-1]), w[-1]
     lead = [*x[:-1]] if len(w) > 2 else [rows]
     y, out = [*lead, n], [*x[:-1], n]
-    if cuts_columns(rows, n, group_size):
+    if cuts_columns(rows, n, group_size, whole_rows):
         split_dim = len(lead)
     else:
         split_dim = next((dim for dim, size in enumerate(lead) if size % group_size == 0), len(lead) - 1)
@@ -209,12 +209,13 @@ def _gather(
     )
 
 
-def cuts_columns(rows: int, n: int, group_size: int) -> bool:
+def cuts_columns(rows: int, n: int, group_size: int, whole_rows: bool = False) -> bool:
     """Whether an all_reduce of [rows, n] is cut into blocks of columns.
 
     Cut columns read x once per rank, and cut rows read w. A few rows are multiplied once, and sent as one run.
+    ``whole_rows``: rows are cut where each rank has enough of them for its matmul.
     """
-    wide = n > rows >= _MIN_ROWS * group_size
+    wide = n > rows >= _MIN_ROWS * group_size and not (whole_rows and rows >= FEW_ROWS * group_size)
     return n % group_size == 0 and (wide or rows % group_size != 0)
 
 

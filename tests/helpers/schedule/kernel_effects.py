@@ -193,6 +193,24 @@ def unpack(launch: KernelCall) -> Iterator[Step]:
         yield launch.end_round()
 
 
+def unpack_norm(launch: KernelCall) -> Iterator[Step]:
+    """Own rows that lie in out are normed before the first wait; the own signal is then the last."""
+    n, in_slot, itemsize = launch.args["N"], launch.args["OWN"], launch.itemsize("out_ptr")
+    own, *others = sources_of(launch.rank, launch.group_size)
+    launch.args["unpack"] = span = Span(*(n * each for each in launch.args["rows"]))
+    if not in_slot:
+        reads = [*launch.span("unpack", "out_ptr", own), *launch.tensor("weight_ptr")]
+        yield Step(reads=reads, writes=launch.span("unpack", "normed_ptr", own), work=Work(copied=span.size * itemsize))
+    for src_rank in [own, *others] if in_slot else [*others, own]:
+        step = Step()
+        if src_rank != own or in_slot:
+            step.reads = [launch.part(own, src_rank, span.size, itemsize), *launch.tensor("weight_ptr")]
+            step.writes = [each for name in ("out_ptr", "normed_ptr") for each in launch.span("unpack", name, src_rank)]
+            step.work = Work(copied=1.5 * span.size * itemsize)
+        yield launch.wait(step, src_rank)
+    yield launch.end_round()
+
+
 def reduce(launch: KernelCall) -> Iterator[Step]:
     (size, start, _), itemsize = launch.args["run"], launch.itemsize("out_ptr")
     yield from launch.wait_all()
@@ -298,6 +316,7 @@ EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "unpack_kernel": unpack,
     "reduce_kernel": reduce,
     "reduce_norm_kernel": reduce,
+    "unpack_norm_kernel": unpack_norm,
     "norm_kernel": norm,
     "begin_push_kernel": begin_push,
     "signal_kernel": signal,

@@ -26,7 +26,7 @@ from fusedcomm.run.python_executor import Execution
 from tests.helpers.schedule import walk
 
 WAIT_FOR_ALL = {"gather_matmul_kernel", "unpack_kernel", "reduce_kernel", "reduce_norm_kernel", "finish_kernel"}
-WAIT_FOR_ALL |= {"take_rows_kernel", "add_rows_kernel"}
+WAIT_FOR_ALL |= {"unpack_norm_kernel", "take_rows_kernel", "add_rows_kernel"}
 MOST_STEPS_OF_ONE_MOOD = 12
 OP, FINGERPRINT = "a call", 0x5A17C3
 
