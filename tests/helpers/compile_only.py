@@ -34,6 +34,7 @@ from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order, scaled_rounds
 from tests.helpers.ptx_order import main_loops, narrow_products
 from tests.helpers.token_rows import run_kernel
+from tests.helpers.virtual_ranks import unpack_and_norm
 
 RANK, GROUP_SIZE = 1, 4
 NUM_SMS = 132
@@ -224,6 +225,13 @@ def norm_rows(n: int, dtype: torch.dtype = torch.bfloat16) -> None:
     launch_now.norm(normed, x, torch.empty(n, dtype=dtype, device="meta"), 1e-6, MetaWorkspace())
 
 
+def unpack_norm(n: int, own: bool = True) -> None:
+    """Launch the copy and the norm of 1024 rows from 4 ranks."""
+    (spans,) = norm.two_shot((1024, n), None, 1e-6, GROUP_SIZE).rounds(1 << 62)
+    normed, out = torch.empty(2, 1024, n, dtype=torch.bfloat16, device="meta").unbind()
+    unpack_and_norm(normed, out, torch.empty_like(out[0]), 1e-6, spans, MetaWorkspace(), 1, own)
+
+
 def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True) -> None:
     """Launch one of the kernels of a dispatch or combine of 8192 tokens to 64 experts, 8 each."""
     k, capacity, combines = 8, 16384, kernel not in ("send_rows", "take_rows")
@@ -290,6 +298,8 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "reduce residual", lambda: reduce(torch.bfloat16, residual=True)
     for n in (1032, 8192, 16384):
         yield f"reduce and norm {n}", partial(reduce_norm, n)
+        yield f"unpack and norm {n}", partial(unpack_norm, n)
+    yield "norm own rows", partial(unpack_norm, 8192, own=False)  # before the first wait
     yield "norm 8192", partial(norm_rows, 8192)
     yield "reduce and norm fp32", partial(reduce_norm, 4096, torch.float32)
     yield "reduce and norm of 16 ranks", partial(reduce_norm, 16384, group_size=16)

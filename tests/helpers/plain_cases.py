@@ -183,7 +183,7 @@ class NormCase(Case):
 
 
 ONE_SHOT = NormCase("matmul_all_reduce_norm", (256, 192), splits="one_shot")  # in rounds
-TWO_SHOT = NormCase("all_reduce_norm", (757, 191), splits="two_shot")
+TWO_SHOT = NormCase("all_reduce_norm", (756, 191), splits="two_shot")
 SCATTERED = NormCase("matmul_reduce_scatter_norm", (1536, 192))
 FEW_SCATTERED = NormCase("matmul_reduce_scatter_norm", (126, 192))
 _NO_ROWS = [NormCase("matmul_all_reduce_norm", (0, 8), splits=way) for way in ("one_shot", "two_shot")]

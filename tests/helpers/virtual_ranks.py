@@ -18,7 +18,7 @@ from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.memory.topology import tf32_allowed
 from fusedcomm.plan import launches, tiles
-from fusedcomm.plan.builder import Builder, Device, Memory, layout_of
+from fusedcomm.plan.builder import Builder, Device, Memory, RmsNorm, layout_of
 from fusedcomm.plan.chunk_matmul import GatheredMatmul
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import RoundSpans
@@ -191,6 +191,17 @@ def sparse(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     except (OSError, MemoryError) as error:
         pytest.skip(f"this machine must reserve {num_bytes} bytes that are not used, but cannot ({error})")
     return torch.frombuffer(memory, dtype=dtype)[_BEFORE:]
+
+
+def unpack_and_norm(
+    normed: Tensor, out: Tensor, weight: Tensor, eps: float, spans: RoundSpans, workspace: Any, number: int, own: bool
+) -> None:
+    """Launch unpack_norm_kernel. ``number``: of the call."""
+
+    def program(s: Builder, normed: Tensor, out: Tensor, weight: Tensor) -> None:
+        launches.unpack(s, out, spans, norm=RmsNorm(normed, weight, eps), own=own, arrived=True)
+
+    launch_now.prepared(program, workspace, number, normed, out, weight)()
 
 
 # Calls of ops by kernels alone, on virtual ranks in Triton's interpreter, against the oracle of problems.py.

@@ -136,7 +136,7 @@ def test_loads_of_a_tile_fly_while_the_one_before_is_stored(compiled: Compiled, 
 
 def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
     at_least = {"unpack_kernel": 4, "pack_kernel": 4, "finish_kernel": 4, "reduce_kernel": 2}
-    at_least |= {"reduce_norm_kernel": 4, "norm_kernel": 1}
+    at_least |= {"reduce_norm_kernel": 4, "unpack_norm_kernel": 4, "norm_kernel": 1}
     at_least |= {"send_rows_kernel": 2, "take_rows_kernel": 4, "return_rows_kernel": 2, "add_rows_kernel": 2}
     for name, kernel in compiled.items():
         if kernel["kernel"] in at_least and name not in ("wait", "take rows fp32 odd"):
@@ -229,7 +229,7 @@ def test_the_host_s_memory_gets_no_atomics(name: str, folder: Path, target: Targ
 
 
 LARGEST = ["push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal"]
-LARGEST += ["reduce and norm 8192", "norm 8192"]
+LARGEST += ["reduce and norm 8192", "unpack and norm 8192", "norm 8192"]
 
 
 @pytest.mark.nightly

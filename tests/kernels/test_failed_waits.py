@@ -12,12 +12,12 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaling import VALUES
 from fusedcomm.testing import launch_now
 from tests.helpers.token_rows import routings, run_kernel
-from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, virtual_ranks
+from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, unpack_and_norm, virtual_ranks
 
 OTHER = FINGERPRINT ^ 1
 # Each element, where 2 ranks send ones
 OF_ONES = {"unpack": 8, "reduce": 16, "reduce and norm": 2, "gather rows": 8, "gather K": 16}
-OF_ONES |= {"take_rows": 1, "add_rows": 2}
+OF_ONES |= {"take_rows": 1, "add_rows": 2, "unpack and norm": 1}
 SENDERS = {"take_rows": "send_rows", "add_rows": "return_rows"}
 by_kernel = pytest.mark.parametrize("kernel", OF_ONES)
 gathers = pytest.mark.parametrize("kernel", ["gather rows", "gather K"])
@@ -33,6 +33,8 @@ def exchange_of(kernel: str, group_size: int) -> Exchange:
         return shapes.matmul_reduce_scatter((6, 8), (8, 24), "sum", 0, group_size)
     if kernel == "reduce and norm":
         return norm.one_shot((6, 8), 0, 0.0, group_size)
+    if kernel == "unpack and norm":
+        return norm.two_shot((6, 8), None, 0.0, group_size)
     dim = int(kernel == "gather K")
     return shapes.all_gather_matmul((6, 8), [(8 * group_size**dim, 24)], dim, group_size)
 
@@ -74,9 +76,12 @@ def receive(kernel: str, rank: VirtualRank, fingerprint: int = FINGERPRINT, end_
         return of_rows(kernel, rank, 0, fingerprint)
     if kernel == "unpack":
         launch_now.unpack(out, spans, rank, fingerprint)
-    elif kernel == "reduce and norm":
+    elif kernel.endswith("and norm"):
         normed, zeros = torch.zeros(6, 8), torch.zeros(6, 8)
-        launch_now.reduce_norm(normed, out, zeros, None, None, spans, 0.0, rank, fingerprint)
+        if kernel == "reduce and norm":
+            launch_now.reduce_norm(normed, out, zeros, None, None, spans, 0.0, rank, fingerprint)
+        else:
+            unpack_and_norm(normed, out, torch.ones(8), 0.0, spans, rank, fingerprint, True)
         assert torch.equal(normed.isnan(), out.isnan())
     elif kernel == "reduce":
         launch_now.reduce(out, spans, None, 1.0, rank, fingerprint)

@@ -1,4 +1,4 @@
-"""reduce_kernel and reduce_norm_kernel behind the kernels that send, in the Triton interpreter: virtual ranks."""
+"""The kernels that add up or norm what has come, behind those that send, in the Triton interpreter: virtual ranks."""
 
 import math
 from functools import partial
@@ -12,7 +12,16 @@ from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.testing import launch_now
 from tests.helpers.problems import Problem
 from tests.helpers.tiers import thorough_but
-from tests.helpers.virtual_ranks import FINGERPRINT, by_name, check_calls, guarded, sizes_and_names, virtual_ranks
+from tests.helpers.virtual_ranks import (
+    FINGERPRINT,
+    assert_results,
+    by_name,
+    check_calls,
+    guarded,
+    sizes_and_names,
+    unpack_and_norm,
+    virtual_ranks,
+)
 
 _scatter = partial(Problem, op="matmul_reduce_scatter")
 CASES = by_name(  # at sizes that no tile divides
@@ -148,13 +157,36 @@ def test_sums_are_exact_and_normed(
         rank.assert_idle(len(rounds))
 
 
-@pytest.mark.parametrize("n", [64, 97])
-def test_sums_that_are_there_are_normed(n: int) -> None:
-    (rank, _), (normed, around), x = virtual_ranks(2, 8), guarded([5, n], torch.float32), integers(5, n)
-    for weight in (None, integers(n).float()):
-        launch_now.norm(normed, x.float(), weight, EPS, rank)
-        check_normed(normed, x.float(), weight)
-    assert all(guard.isnan().all() for guard in around)
+@pytest.mark.parametrize(
+    ("group_size", "n", "dtype", "own", "num_rounds"),
+    [
+        (1, 97, torch.float32, True, 1),
+        (2, 64, torch.bfloat16, True, 2),
+        (3, 97, torch.bfloat16, False, 2),
+        (4, 7, torch.float16, False, 1),
+    ],
+)
+def test_rows_are_normed_as_they_come(group_size: int, n: int, dtype: torch.dtype, own: bool, num_rounds: int) -> None:
+    """They have the bits of rows that are there. ``own``: this rank's lie in its slot, else in the result."""
+    sums = torch.randn(5 * group_size, n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    weight, chunk_numel = integers(n).to(dtype), 5 // num_rounds * n
+    rounds = norm.two_shot(tuple(sums.shape), None, EPS, group_size).rounds(chunk_numel)
+    ranks = virtual_ranks(group_size, group_size * chunk_numel * dtype.itemsize)
+    results = [[guarded([*sums.shape], dtype) for _ in range(2)] for _ in ranks]
+    for spans in rounds:
+        for rank, block in zip(ranks, sums.chunk(group_size), strict=True):
+            launch_now.pack(block, spans, rank, FINGERPRINT, own=own)
+        for rank, ((normed, _), (out, _)) in zip(ranks, results, strict=True):
+            if not own:
+                place, mine = (spans.unpack.view(t.view(-1), 0, rank.rank) for t in (out, sums))
+                place.copy_(mine)
+            unpack_and_norm(normed, out, weight, EPS, spans, rank, FINGERPRINT, own)
+    there = torch.full_like(sums, math.nan)
+    launch_now.norm(there, sums, weight, EPS, ranks[0])
+    check_normed(there, sums, weight)
+    for rank, given in zip(ranks, results, strict=True):
+        assert_results(given, [there, sums])
+        rank.assert_idle(len(rounds))
 
 
 def test_the_norm_reads_the_rounded_sum() -> None:

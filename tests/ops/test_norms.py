@@ -109,11 +109,11 @@ def test_values(rank: int, world_size: int, algorithm: str) -> None:
 @pytest.mark.parametrize("name", ["one_shot", "two_shot"])
 def test_values_by_kernels(rank: int, name: str) -> None:
     """In Triton's interpreter, where a block has 64 columns."""
-    shapes = {(5, 7): torch.float16, (3, 97): torch.bfloat16, (0, 8): torch.float32}
+    shapes = {(5, 7): torch.float16, (6, 97): torch.bfloat16, (0, 8): torch.float32}  # none, and whole rows of a rank
     with way(name), fusedcomm.force_algorithm("fused", strict=True), empty_is_nan():
         for shape, dtype in shapes.items():
-            case = Case(shape, 2, has_bias=shape[0] == 3, has_weight=shape[0] == 5)
-            op = "matmul_all_reduce_norm" if shape[0] == 3 else "all_reduce_norm"
+            case = Case(shape, 2, has_bias=shape[0] == 6, has_weight=shape[0] == 5)
+            op = "matmul_all_reduce_norm" if shape[0] == 6 else "all_reduce_norm"
             check(case.call(rank, dtype, op), case, dtype, op)
         for rows, n in ((2, 97), (32, 7)) if name == "two_shot" else ():  # few have a matmul of their own
             case = Case((4, rows, n), 2)

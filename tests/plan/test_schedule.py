@@ -16,11 +16,12 @@ from fusedcomm.memory import segment
 from fusedcomm.plan import fused, launches
 from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
-from tests.helpers.plain_cases import IN_ROUNDS, ONE_SHOT, OTHERS, SCATTERED, UNEVEN_IN_ROUNDS, Case, NormCase
+from tests.helpers.plain_cases import IN_ROUNDS, ONE_SHOT, OTHERS, SCATTERED, TWO_SHOT, UNEVEN_IN_ROUNDS, Case, NormCase
 from tests.helpers.problems import Problem
 from tests.helpers.schedule import kernel_effects
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
+from tests.helpers.schedule.kernel_effects import EFFECTS
 from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.helpers.schedule.programs import (
     BF16,
@@ -200,6 +201,16 @@ def test_a_missing_signal_is_found(way: str) -> None:
 def test_a_wait_that_is_left_out_is_found(problem: Problem, way: str) -> None:
     world = replace(world_of(way), changed=without(is_a(Wait, src_rank=1), ranks=(0,)))
     assert found(world, calls([problem], twice=False))
+
+
+def test_a_norm_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack_norm = EFFECTS["unpack_norm_kernel"]
+    monkeypatch.setitem(
+        EFFECTS, "unpack_norm_kernel", lambda call: (replace(each, waits=[]) for each in unpack_norm(call))
+    )
+    for algorithm in ALGORITHMS:
+        texts = found(world_of(algorithm), calls([TWO_SHOT], twice=False))
+        assert any("race" in text and "segment" in text and "unpack_norm_kernel" in text for text in texts)
 
 
 def test_a_signal_that_overtakes_its_copy_is_found() -> None:

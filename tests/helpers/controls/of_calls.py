@@ -244,6 +244,12 @@ CONTROLS: dict[str, Control] = {
         "",
         "tests/kernels/test_failed_waits.py::test_broken_by_a_peer[True-reduce]",
     ),
+    "a norm waits for the source of its rows": Control(
+        "kernels/triton/reduce_norm.py",
+        "            failed = wait_source(src_rank, round, failed, LAYOUT)\n",
+        "            pass\n",
+        "tests/kernels/test_failed_waits.py::test_time_out_names_who_is_missing[unpack and norm]",
+    ),
     "a failed rank tells who still reads before it pushes": Control(
         ROUNDS,
         "    give_up_earlier(segments_ptr, rank, LAYOUT)\n",
