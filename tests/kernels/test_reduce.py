@@ -158,24 +158,24 @@ def test_sums_are_exact_and_normed(
 
 
 @pytest.mark.parametrize(
-    ("group_size", "n", "dtype", "own", "num_rounds"),
+    ("group_size", "n", "dtype", "own", "rows"),  # of a round
     [
-        (1, 97, torch.float32, True, 1),
-        (2, 64, torch.bfloat16, True, 2),
-        (3, 97, torch.bfloat16, False, 2),
-        (4, 7, torch.float16, False, 1),
+        (1, 97, torch.float32, True, 10),
+        (2, 64, torch.bfloat16, True, 6),
+        (3, 97, torch.bfloat16, False, 3),
+        (4, 7, torch.float16, False, 10),
     ],
 )
-def test_rows_are_normed_as_they_come(group_size: int, n: int, dtype: torch.dtype, own: bool, num_rounds: int) -> None:
+def test_rows_are_normed_as_they_come(group_size: int, n: int, dtype: torch.dtype, own: bool, rows: int) -> None:
     """They have the bits of rows that are there. ``own``: this rank's lie in its slot, else in the result."""
-    sums = torch.randn(5 * group_size, n, generator=torch.Generator().manual_seed(n)).to(dtype)
-    weight, chunk_numel = integers(n).to(dtype), 5 // num_rounds * n
-    rounds = norm.two_shot(tuple(sums.shape), None, EPS, group_size).rounds(chunk_numel)
-    ranks = virtual_ranks(group_size, group_size * chunk_numel * dtype.itemsize)
+    exchange = norm.two_shot((2, 5 * group_size, 4), (2, 4, n), EPS, group_size)
+    sums = torch.randn(exchange.out_shape, generator=torch.Generator().manual_seed(n)).to(dtype)
+    weight, rounds = integers(n).to(dtype), exchange.rounds(rows * n)
+    ranks = virtual_ranks(group_size, group_size * rows * n * dtype.itemsize)
     results = [[guarded([*sums.shape], dtype) for _ in range(2)] for _ in ranks]
     for spans in rounds:
-        for rank, block in zip(ranks, sums.chunk(group_size), strict=True):
-            launch_now.pack(block, spans, rank, FINGERPRINT, own=own)
+        for rank, block in zip(ranks, sums.chunk(group_size, exchange.split_dim), strict=True):
+            launch_now.pack(block.contiguous(), spans, rank, FINGERPRINT, own=own)
         for rank, ((normed, _), (out, _)) in zip(ranks, results, strict=True):
             if not own:
                 place, mine = (spans.unpack.view(t.view(-1), 0, rank.rank) for t in (out, sums))

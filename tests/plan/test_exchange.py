@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import PushedMatmul
-from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import Range, RoundSpans, block_shape, span
 from fusedcomm.plan.routing import Routing, counts_of, pack
@@ -37,6 +37,12 @@ def test_span_of_every_small_tensor() -> None:
                     ]
                     assert got == want.tolist()
                     assert s.view(index.view(-1), 0, peer).flatten().tolist() == want.tolist()
+
+
+def test_many_rows_of_a_norm_are_not_cut() -> None:
+    for k, w in ((4096, None), (8, (8, 4096))):
+        assert [norm.two_shot((rows, k), w, 0.0, 4).split_dim for rows in (512, 256, 64)] == [0, 1, 0]
+    assert shapes.matmul_all_reduce((512, 8), (8, 4096), "sum", 4).split_dim == 1  # its cut is that of many
 
 
 def test_long_interleaved_runs_are_multiplied_in_place() -> None:
