@@ -210,13 +210,7 @@ class Moves:
                 self.s.add(Wait(src_rank))
 
     def unpack(
-        self,
-        spans: RoundSpans,
-        out: Tensor,
-        own: Tensor | None = None,
-        *,
-        norm: RmsNorm | None = None,
-        beside: bool,
+        self, spans: RoundSpans, out: Tensor, own: Given = None, norm: RmsNorm | None = None, *, beside: bool
     ) -> None:
         """Wait for all chunks, copy them to their places, and end the round. ``own``: the packed tensor, if any.
 

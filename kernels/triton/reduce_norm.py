@@ -151,21 +151,12 @@ def _poison(normed_ptr, out_ptr, first, N, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm_chunk(
-    normed_ptr,
-    out_ptr,
-    weight_ptr,
-    chunk,  # None: its rows are in out, or must be poisoned
-    src_rank,
-    rows,
-    begin,
-    N,
-    eps,
-    POISON: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """src_rank's rows, in this program's turns, of which ``begin`` is the first. Returns that in the next chunk."""
+def _norm_chunk(to, chunk, src_rank, rows, begin, eps, POISON: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """src_rank's rows, in this program's turns, the first at ``begin``. Returns that of the next chunk.
+
+    ``to``: pointers to normed, out and weight, and N. No chunk: the rows are in out, or must be poisoned.
+    """
+    normed_ptr, out_ptr, weight_ptr, N = to
     num_programs = tl.num_programs(0)
     for row in tl.range(begin, rows.size, num_programs, num_stages=STAGES):
         first = span_index(tl.cast(row, tl.int64), src_rank, rows) * N
@@ -205,11 +196,10 @@ def unpack_norm_kernel(
     N = in_units(N, UNIT)
     round = next_round(segments_ptr, rank, fingerprint)
     slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, out_ptr.dtype.element_ty)
-    failed = round.epoch < 0
-    begin = tl.program_id(0)
+    failed, begin, to = round.epoch < 0, tl.program_id(0), (normed_ptr, out_ptr, weight_ptr, N)
     FIRST: tl.constexpr = 0 if OWN else 1  # of the sources in the slot; the own signal, behind all sends, is then last
     if not OWN:
-        begin = _norm_chunk(normed_ptr, out_ptr, weight_ptr, None, rank, rows, begin, N, eps, False, BLOCK, WHOLE)
+        begin = _norm_chunk(to, None, rank, rows, begin, eps, False, BLOCK, WHOLE)
     there = all_there(round, LAYOUT)
     for step in range(FIRST, LAYOUT.group_size + FIRST):
         src_rank = source_rank(step, rank, LAYOUT)
@@ -217,16 +207,11 @@ def unpack_norm_kernel(
             failed = wait_source(src_rank, round, failed, LAYOUT)
         if (failed == 0) & (step < LAYOUT.group_size):  # not the own signal alone
             chunk = slot + tl.cast(src_rank, tl.int64) * rows.size * N
-            begin = _norm_chunk(
-                normed_ptr, out_ptr, weight_ptr, chunk, src_rank, rows, begin, N, eps, False, BLOCK, WHOLE
-            )
+            begin = _norm_chunk(to, chunk, src_rank, rows, begin, eps, False, BLOCK, WHOLE)
     if must_poison(round, failed, LAYOUT):
         begin = tl.program_id(0)
         for step in range(LAYOUT.group_size):
-            src_rank = source_rank(step, rank, LAYOUT)
-            begin = _norm_chunk(
-                normed_ptr, out_ptr, weight_ptr, None, src_rank, rows, begin, N, eps, True, BLOCK, WHOLE
-            )
+            begin = _norm_chunk(to, None, source_rank(step, rank, LAYOUT), rows, begin, eps, True, BLOCK, WHOLE)
     end_round(round)
 
 

@@ -34,7 +34,7 @@ KERNELS = {
     "unpack_kernel": Footprint(16, 61, 32),
     "reduce_kernel": Footprint(16, 46, 32),
     "reduce_norm_kernel": Footprint(16, 109, 64),
-    "unpack_norm_kernel": Footprint(16, 104, 65_600),
+    "unpack_norm_kernel": Footprint(16, 96, 65_600),
     "norm_kernel": Footprint(16, 59, 64),
     "finish_kernel": Footprint(1, 40, 0),
     "wait_source_kernel": Footprint(1, 22, 0),
