@@ -50,13 +50,7 @@ def without_weight(r: Tensor, weight: Tensor) -> Tensor:
     return (h * inverse(h)).to(r.dtype)
 
 
-NORMS: dict[str, Norm] = {
-    "llama": llama,
-    "gemma": gemma,
-    "power": power,
-    "permuted weight": permuted_weight,
-    "without weight": without_weight,
-}
+NORMS: dict[str, Norm] = {each.__name__: each for each in (llama, gemma, power, permuted_weight, without_weight)}
 
 
 def reduced(y: Tensor, op: str = "sum") -> Tensor:

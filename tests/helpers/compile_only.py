@@ -229,7 +229,7 @@ def unpack_norm(n: int, own: bool = True) -> None:
     """Launch the copy and the norm of 1024 rows from 4 ranks."""
     (spans,) = norm.two_shot((1024, n), None, 1e-6, GROUP_SIZE).rounds(1 << 62)
     normed, out = torch.empty(2, 1024, n, dtype=torch.bfloat16, device="meta").unbind()
-    unpack_and_norm(normed, out, torch.empty_like(out[0]), 1e-6, spans, MetaWorkspace(), 1, own)
+    unpack_and_norm(normed, out, torch.empty_like(out[0]), spans, MetaWorkspace(), 1, own)
 
 
 def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True) -> None:

@@ -193,15 +193,13 @@ def sparse(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)[_BEFORE:]
 
 
-def unpack_and_norm(
-    normed: Tensor, out: Tensor, weight: Tensor, eps: float, spans: RoundSpans, workspace: Any, number: int, own: bool
-) -> None:
-    """Launch unpack_norm_kernel. ``number``: of the call."""
+def unpack_and_norm(normed: Tensor, out: Tensor, weight: Tensor, spans: Any, on: Any, number: int, own: bool) -> None:
+    """Launch unpack_norm_kernel ``on`` a workspace. ``number``: the call's fingerprint."""
 
     def program(s: Builder, normed: Tensor, out: Tensor, weight: Tensor) -> None:
-        launches.unpack(s, out, spans, norm=RmsNorm(normed, weight, eps), own=own, arrived=True)
+        launches.unpack(s, out, spans, norm=RmsNorm(normed, weight, 1e-5), own=own, arrived=True)
 
-    launch_now.prepared(program, workspace, number, normed, out, weight)()
+    launch_now.prepared(program, on, number, normed, out, weight)()
 
 
 # Calls of ops by kernels alone, on virtual ranks in Triton's interpreter, against the oracle of problems.py.
@@ -309,14 +307,7 @@ def _pushed(
 
 
 def _gathered(
-    problem: Problem,
-    exchange: Exchange,
-    spans: RoundSpans,
-    rank: VirtualRank,
-    inputs: Inputs,
-    outs: list[Tensor],
-    by_product: bool,
-    own: bool,
+    problem: Problem, exchange: Any, spans: Any, rank: Any, inputs: Any, outs: list[Tensor], by_product: bool, own: bool
 ) -> Iterator[None]:
     x, w, bias = inputs
     ws, biases = (w, bias) if isinstance(problem.n, tuple) else ([w], [bias])

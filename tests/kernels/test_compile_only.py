@@ -53,12 +53,8 @@ BOUNDED_PRODUCTS = {
 }
 
 
-def counts_of(compiled: Compiled, kernel_name: str) -> dict[str, dict[str, int]]:
-    return {
-        name: kernel["counts"]
-        for name, kernel in compiled.items()
-        if kernel["kernel"] == kernel_name and "fp32" not in name
-    }
+def counts_of(compiled: Compiled, kernel: str) -> dict[str, dict[str, int]]:
+    return {name: each["counts"] for name, each in compiled.items() if each["kernel"] == kernel and "fp32" not in name}
 
 
 def pushes(compiled: Compiled) -> dict[str, dict[str, int]]:

@@ -222,15 +222,8 @@ def test_a_virtual_group_is_as_new_after_load(algorithm: Any, name: str) -> None
 def test_kernels_and_host_agree_on_the_header() -> None:
     layout = HeaderLayout(4)
     header = (layout.epoch, layout.arrivals, layout.timeout, layout.record, layout.claim, layout.broken)
-    words = (
-        primitives.EPOCH,
-        primitives.ARRIVALS,
-        primitives.TIMEOUT,
-        primitives.RECORD,
-        primitives.CLAIM,
-        primitives.BROKEN,
-    )
-    assert tuple(word.value for word in words) == header
+    words = ["EPOCH", "ARRIVALS", "TIMEOUT", "RECORD", "CLAIM", "BROKEN"]
+    assert tuple(getattr(primitives, word).value for word in words) == header
     assert primitives.FINGERPRINT_BITS.value == segment.FINGERPRINT_BITS
     assert primitives.RECORD_WORDS.value == segment.ErrorRecord.WORDS
     kinds = (primitives.TIMED_OUT, primitives.MISMATCHED, primitives.BROKEN_BY_PEER)

@@ -29,12 +29,8 @@ CASES = by_name(  # at sizes that no tile divides
         _scatter("rows", (37, 29), 50, scatter_dim=0, bias=True),
         _scatter("columns", (37, 29), 50, scatter_dim=1, bias=True),
         _scatter("one row", (1, 29), 8, scatter_dim=1),
-        _scatter("one row each", (1, 3), 5, scatter_dim=0, bias=True),
         _scatter("interleaved rows", (3, 7, 13), 11, scatter_dim=1, bias=True),
-        _scatter("outer rows", (3, 7, 13), 11, scatter_dim=0),
-        _scatter("columns, 3-D", (3, 41, 13), 10, scatter_dim=2, transposed=True, bias=True),
         _scatter("batched, columns", (3, 21, 17), 10, scatter_dim=2, batched=True, bias=True),
-        _scatter("batched, rows", (3, 5, 17), 10, scatter_dim=1, batched=True),
         _scatter("batched, batches", (2, 9, 17), 10, scatter_dim=0, batched=True, bias=True),
         _scatter("average", (41, 13), 50, scatter_dim=0, reduce_op="avg"),
         _scatter("average, bias", (41, 13), 50, scatter_dim=1, reduce_op="avg", bias=True),
@@ -157,22 +153,14 @@ def test_sums_are_exact_and_normed(
         rank.assert_idle(len(rounds))
 
 
-@pytest.mark.parametrize(
-    ("group_size", "n", "dtype", "own", "rows"),  # of a round
-    [
-        (1, 97, torch.float32, True, 10),
-        (2, 64, torch.bfloat16, True, 6),
-        (3, 97, torch.bfloat16, False, 3),
-        (4, 7, torch.float16, False, 10),
-    ],
-)
-def test_rows_are_normed_as_they_come(group_size: int, n: int, dtype: torch.dtype, own: bool, rows: int) -> None:
+@pytest.mark.parametrize("group_size", range(1, 5))
+def test_rows_are_normed_as_they_come(group_size: int) -> None:
     """They have the bits of rows that are there. ``own``: this rank's lie in its slot, else in the result."""
+    own, n, rows = group_size % 2 == 1, 97 if group_size % 3 else 64, 3  # of a round; all 5 or 10 in several
     exchange = norm.two_shot((2, 5 * group_size, 4), (2, 4, n), EPS, group_size)
-    sums = torch.randn(exchange.out_shape, generator=torch.Generator().manual_seed(n)).to(dtype)
-    weight, rounds = integers(n).to(dtype), exchange.rounds(rows * n)
-    ranks = virtual_ranks(group_size, group_size * rows * n * dtype.itemsize)
-    results = [[guarded([*sums.shape], dtype) for _ in range(2)] for _ in ranks]
+    sums, weight = torch.randn(exchange.out_shape).bfloat16(), integers(n).bfloat16()
+    ranks, rounds = virtual_ranks(group_size, group_size * rows * n * 2), exchange.rounds(rows * n)
+    results = [[guarded([*sums.shape], sums.dtype) for _ in range(2)] for _ in ranks]
     for spans in rounds:
         for rank, block in zip(ranks, sums.chunk(group_size, exchange.split_dim), strict=True):
             launch_now.pack(block.contiguous(), spans, rank, FINGERPRINT, own=own)
@@ -180,7 +168,7 @@ def test_rows_are_normed_as_they_come(group_size: int, n: int, dtype: torch.dtyp
             if not own:
                 place, mine = (spans.unpack.view(t.view(-1), 0, rank.rank) for t in (out, sums))
                 place.copy_(mine)
-            unpack_and_norm(normed, out, weight, EPS, spans, rank, FINGERPRINT, own)
+            unpack_and_norm(normed, out, weight, spans, rank, FINGERPRINT, own)
     there = torch.full_like(sums, math.nan)
     launch_now.norm(there, sums, weight, EPS, ranks[0])
     check_normed(there, sums, weight)

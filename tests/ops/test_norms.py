@@ -142,6 +142,8 @@ def test_batches_and_strides(rank: int) -> None:
     for name in ("one_shot", "two_shot"):
         with way(name), fusedcomm.force_algorithm("chunked", strict=True):
             normed, out = fusedcomm.matmul_all_reduce_norm(xs[rank], ws[rank], residual, weight, eps=EPS)
+            _, of_no_k = fusedcomm.matmul_all_reduce_norm(torch.ones(2, 0), torch.ones(0, 8), weight.expand(2, 8), None)
+        assert torch.equal(of_no_k, weight.expand(2, 8))
         want = xs[0] @ ws[0] + xs[1] @ ws[1] + residual
         assert torch.equal(out, want)
         torch.testing.assert_close(normed, F.rms_norm(want, (8,), weight, EPS))
@@ -199,15 +201,6 @@ def test_gradients(rank: int, algorithm: str) -> None:
             for of_rows in got[3:] if op == SCATTERS else ():  # of the weight and the bias: this rank's part
                 dist.all_reduce(of_rows)
             torch.testing.assert_close([t.double() for t in got], wanted, rtol=1e-4, atol=1e-4)
-
-
-@on_ranks(2)
-def test_k_of_nothing(rank: int) -> None:
-    residual = torch.arange(16.0).view(2, 8)
-    for name in ("one_shot", "two_shot"):
-        with way(name), fusedcomm.force_algorithm("chunked", strict=True):
-            _, out = fusedcomm.matmul_all_reduce_norm(torch.ones(2, 0), torch.ones(0, 8), residual, None)
-        assert torch.equal(out, residual)
 
 
 @on_ranks(2)

@@ -203,14 +203,12 @@ def test_a_wait_that_is_left_out_is_found(problem: Problem, way: str) -> None:
     assert found(world, calls([problem], twice=False))
 
 
-def test_a_norm_that_does_not_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpack_norm = EFFECTS["unpack_norm_kernel"]
-    monkeypatch.setitem(
-        EFFECTS, "unpack_norm_kernel", lambda call: (replace(each, waits=[]) for each in unpack_norm(call))
-    )
-    for algorithm in ALGORITHMS:
-        texts = found(world_of(algorithm), calls([TWO_SHOT], twice=False))
-        assert any("race" in text and "segment" in text and "unpack_norm_kernel" in text for text in texts)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_norm_that_does_not_wait_is_found(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = EFFECTS["unpack_norm_kernel"]
+    monkeypatch.setitem(EFFECTS, "unpack_norm_kernel", lambda call: (replace(each, waits=[]) for each in steps(call)))
+    texts = found(world_of(algorithm), calls([TWO_SHOT], twice=False))
+    assert any("race" in text and "segment" in text and "unpack_norm_kernel" in text for text in texts)
 
 
 def test_a_signal_that_overtakes_its_copy_is_found() -> None:

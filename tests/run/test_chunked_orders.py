@@ -276,14 +276,6 @@ def test_chunks_that_lie_as_far_apart_as_they_are_long_are_found(monkeypatch: py
     assert goes_wrong("summed")
 
 
-def test_a_call_that_a_peer_leaves_gives_nan() -> None:
-    run = Run(UNEVEN["heads"], dtype=FP32, num_calls=1, leaves_in=2)
-    run.gpus.run_all(0)
-    with pytest.raises(PeerError) as found:
-        run.workspaces[1].check(A2A)
-    assert found.value.peers == [0] and run.results[1][0][0].isnan().all()
-
-
 def test_a_chunk_that_is_copied_before_it_comes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moves.Moves, "wait", lambda *args: None)
     assert goes_wrong("heads")

@@ -52,13 +52,17 @@ def compared(queued: Queued, run: Callable[[], object]) -> None:
     assert queued.next_epoch() == epoch + call.ends_round
 
 
-def check(problem: Any, algorithm: str) -> set[str]:
-    run = Run(problem, 2, num_calls=1, writes_words=False, algorithm=algorithm, least_copied=1 << 62)
-    launches = [each for each in run.gpus.queued if isinstance(each.work, Launch)]
+def run_compared(gpus: Gpus) -> set[str]:
+    launches = [each for each in gpus.queued if isinstance(each.work, Launch)]
     for each in launches:
         each.run = partial(compared, each, each.run)
-    run.gpus.run_all(0)
+    gpus.run_all(0)
     return {each.name for each in launches}
+
+
+def check(problem: Any, algorithm: str) -> set[str]:
+    run = Run(problem, 2, num_calls=1, writes_words=False, algorithm=algorithm, least_copied=1 << 62)
+    return run_compared(run.gpus)
 
 
 def check_rows() -> set[str]:
@@ -71,11 +75,7 @@ def check_rows() -> set[str]:
     for workspace in VirtualGroup(2, 4 * (6 * 4 + 8), "cpu").workspaces:
         workspace.segment[workspace.layout.header_bytes :] = 0xFF
         program(gpus, workspace, problem)
-    launches = [each for each in gpus.queued if isinstance(each.work, Launch)]
-    for each in launches:
-        each.run = partial(compared, each, each.run)
-    gpus.run_all(0)
-    return {each.name for each in launches}
+    return run_compared(gpus)
 
 
 def test_kernels_store_and_signal_what_is_said() -> None:

@@ -7,6 +7,7 @@ a step comes after what it did in the step before.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fusedcomm.kernels.triton.bundles import Spans
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
@@ -195,18 +196,18 @@ def unpack(launch: KernelCall) -> Iterator[Step]:
 
 def unpack_norm(launch: KernelCall) -> Iterator[Step]:
     """Own rows that lie in out are normed before the first wait; the own signal is then the last."""
-    n, in_slot, itemsize = launch.args["N"], launch.args["OWN"], launch.itemsize("out_ptr")
+    n, in_slot, weight = launch.args["N"], launch.args["OWN"], launch.tensor("weight_ptr")
     own, *others = sources_of(launch.rank, launch.group_size)
     launch.args["unpack"] = span = Span(*(n * each for each in launch.args["rows"]))
+    itemsize, normed = launch.itemsize("out_ptr"), partial(launch.span, "unpack", "normed_ptr")
+    work = Work(copied=1.5 * span.size * itemsize)
     if not in_slot:
-        reads = [*launch.span("unpack", "out_ptr", own), *launch.tensor("weight_ptr")]
-        yield Step(reads=reads, writes=launch.span("unpack", "normed_ptr", own), work=Work(copied=span.size * itemsize))
+        yield Step(reads=[*launch.span("unpack", "out_ptr", own), *weight], writes=normed(own), work=work)
     for src_rank in [own, *others] if in_slot else [*others, own]:
         step = Step()
         if src_rank != own or in_slot:
-            step.reads = [launch.part(own, src_rank, span.size, itemsize), *launch.tensor("weight_ptr")]
-            step.writes = [each for name in ("out_ptr", "normed_ptr") for each in launch.span("unpack", name, src_rank)]
-            step.work = Work(copied=1.5 * span.size * itemsize)
+            step = Step(reads=[launch.part(own, src_rank, span.size, itemsize), *weight], work=work)
+            step.writes = [*launch.span("unpack", "out_ptr", src_rank), *normed(src_rank)]
         yield launch.wait(step, src_rank)
     yield launch.end_round()
 

@@ -29,14 +29,8 @@ from tests.helpers.schedule.operations import Enqueued
 from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
 
-GPU = Device(
-    is_gpu=True,
-    architecture=90,
-    triton=(3, 9),
-    num_sms=NUM_SMS,
-    writes_by_stream=True,
-    least_copied=Workspace.least_copied,
-)
+COPIES = {"writes_by_stream": True, "least_copied": Workspace.least_copied}
+GPU = Device(is_gpu=True, architecture=90, triton=(3, 9), num_sms=NUM_SMS, **COPIES)
 CPU, CPU_WITH_HEAP = Device(), Device(has_heap=True)
 BF16 = torch.bfloat16
 
