@@ -95,7 +95,8 @@ def push_reduce_gather(
         moves.reduce(spans, reduced, bias, scale, residual=own_residual, beside=beside)
         moves.begin(spans, out)
         moves.pack(spans, reduced, out)
-        moves.unpack(spans, out, own=reduced, norm=norm, beside=beside or norm is not None)
+        beside |= norm is not None  # rows are normed beside the sends of others
+        moves.unpack(spans, out, own=reduced, norm=norm, beside=beside)
     moves.end()
     return out
 
