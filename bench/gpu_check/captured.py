@@ -3,7 +3,6 @@
 A graph holds an odd number of calls: a replay that took slots by fixed addresses would read the wrong call.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.bench.gpu_check import child
-from fusedcomm.bench.gpu_check.gpu_calls import OPS, GpuCase, assert_equal, first_of
-from fusedcomm.bench.gpu_check.pools import Pools, need_segments
+from fusedcomm.bench.gpu_check.gpu_calls import GpuCall, assert_equal, first_calls, refill
+from fusedcomm.bench.gpu_check.pools import Pools
 from fusedcomm.bench.measure import captured
 
 GROUP_SIZE, DTYPE = 2, torch.bfloat16
@@ -21,34 +20,24 @@ EPS = 1e-6
 
 
 def cases(device: torch.device) -> child.Cases:
-    pools, kind = Pools(device.type), device.type
-    ops = {op: partial(graph_of, case=first_of(op, kind == "cuda")) for op in OPS}
-    tails = {f"tail of {rows} rows": partial(tail, rows=rows) for rows in (1, 4, 64)}
-    return {name: partial(_run, pools, fn, kind) for name, fn in {**ops, **tails}.items()}
+    pools = Pools(device)
+    ops = {call.op: pools.case(GROUP_SIZE, graph_of, call) for call in first_calls(device.type == "cuda")}
+    return ops | {f"tail of {rows} rows": pools.case(GROUP_SIZE, tail, rows) for rows in (1, 4, 64)}
 
 
-def _run(pools: Pools, fn: Any, device_type: str) -> Any:
-    need_segments(device_type)
-    return pools.run(GROUP_SIZE, fn, device_type)
-
-
-def graph_of(rank: int, device_type: str, case: GpuCase) -> dict[str, Any]:
+def graph_of(rank: int, device_type: str, call: GpuCall) -> dict[str, Any]:
     """Public calls of an op, captured once and replayed with new inputs."""
     device = torch.device(device_type)
-    inputs = [case.inputs(GROUP_SIZE, rank, DTYPE, device, seed) for seed in range(NUM_CALLS)]
-    with fusedcomm.force_algorithm("fused", strict=True):
-        replay = _captured(lambda: [case.call(each) for each in inputs], device_type)
+    inputs = [call.inputs(device, seed)[rank] for seed in range(NUM_CALLS)]
+    with fusedcomm.force_algorithm(call.algorithm, strict=True):
+        replay = _captured(lambda: [call.case.call(each) for each in inputs], device_type)
         for number in range(REPLAYS):
-            for i, old in enumerate(inputs):
-                new = case.inputs(GROUP_SIZE, rank, DTYPE, device, 10 * number + i)
-                for to, source in zip([old.x, *old.ws, *old.biases], [new.x, *new.ws, *new.biases], strict=True):
-                    if to is not None and source is not None:
-                        to.copy_(source)
+            fresh = [call.inputs(device, 10 * number + i) for i in range(NUM_CALLS)]
+            refill(inputs, [every[rank] for every in fresh])
             results = replay()
             fusedcomm.synchronize()
-            for i, outs in enumerate(results):
-                expected = case.expected(GROUP_SIZE, DTYPE, device, 10 * number + i)[rank]
-                assert_equal(outs, expected, f"{case} rank {rank} replay {number} call {i}")
+            for i, (outs, every) in enumerate(zip(results, fresh, strict=True)):
+                assert_equal(outs, call.expected(every)[rank], f"{call} rank {rank} replay {number} call {i}")
     return {"calls_in_graph": NUM_CALLS, "replays": REPLAYS}
 
 

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import torch
 
 from fusedcomm.bench.gpu_check import (
     child,
-    host_time,
     kernel_speed,
     moe_calls,
     op_speed,
@@ -28,7 +26,7 @@ from fusedcomm.bench.gpu_check import (
     virtual_ranks,
 )
 from fusedcomm.bench.gpu_check.compiling import compiling
-from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall, first_calls
 from fusedcomm.machine import available_cpus
 from fusedcomm.memory import topology
 from fusedcomm.testing import launch_now
@@ -85,20 +83,9 @@ def target_of(device: torch.device) -> Target:
 
 def compile_job(job: Job, target: Target) -> int:
     """Compile the kernels that ``job`` launches. Returns the number of launches."""
-    with compiling(target.arch) as compiled, _tiles_for(target):
+    with compiling(*target) as compiled:
         job()
     return len(compiled)
-
-
-@contextmanager
-def _tiles_for(target: Target) -> Iterator[None]:
-    """Tensors without memory get the tile sizes that the target's get."""
-    saved = topology.architecture, topology.num_sms
-    topology.architecture, topology.num_sms = lambda device: target.table, lambda device: target.num_sms
-    try:
-        yield
-    finally:
-        topology.architecture, topology.num_sms = saved
 
 
 def jobs_of_right() -> Iterator[tuple[str, Job]]:
@@ -113,18 +100,10 @@ def jobs_of_right() -> Iterator[tuple[str, Job]]:
 
 def jobs_of_fast() -> Iterator[tuple[str, Job]]:
     yield from ((f"signals R={size}", partial(_signals, size)) for size in GROUP_SIZES)
-    for shape in kernel_speed.SHAPES:
-        for name, kernel in kernel_speed.MATMULS.items():
-            yield f"{name} {shape.name}", partial(_matmul, kernel, shape)
-    yield from scaled.jobs()
-    yield from tail_speed.jobs()
+    for part in (kernel_speed, scaled, tail_speed):
+        yield from part.jobs()
     yield from moe_calls.jobs("fast")
-    yield "pack", _pack
-    yield "unpack", _unpack
-    for size in kernel_speed.REDUCED:
-        yield f"reduce R={size}", partial(_reduce, size)
-    for part in (op_speed, host_time):
-        yield from _calls(part.calls(cuda=True))
+    yield from _calls([*op_speed.calls(cuda=True), *first_calls(cuda=True)])
 
 
 JOBS = {"right": jobs_of_right, "fast": jobs_of_fast}
@@ -132,7 +111,7 @@ JOBS = {"right": jobs_of_right, "fast": jobs_of_fast}
 
 def _calls(calls: list[GpuCall]) -> Iterator[tuple[str, Job]]:
     for call in calls:
-        yield str(call), partial(call.group, "fused", META)
+        yield str(call), partial(call.group, META)
 
 
 def _signals(group_size: int) -> None:
@@ -146,25 +125,6 @@ def _signals(group_size: int) -> None:
         for end_round in (False, True):
             out = torch.empty(4096, dtype=dtype, device=META)
             launch_now.finish(out, own, FINGERPRINT, end_round=end_round)
-
-
-def _matmul(kernel: Callable[..., kernel_speed.KernelProblem], shape: kernel_speed.MatmulShape) -> None:
-    kernel(*shape.operands(META)).run()
-
-
-def _pack() -> None:
-    kernel_speed.pack(META)[0].run()
-
-
-def _unpack() -> None:
-    exchange, group_size = kernel_speed.unpack_exchange(cuda=True)
-    problem, _ = kernel_speed.unpack(exchange, group_size, META)
-    problem.run()
-
-
-def _reduce(group_size: int) -> None:
-    problem, _ = kernel_speed.reduce(kernel_speed.SHAPES[0], group_size, META)
-    problem.run()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from fusedcomm.memory import topology
 
@@ -26,20 +27,22 @@ class CompilerDriver:
 
 
 @contextmanager
-def compiling(arch: int) -> Iterator[list[Any]]:
-    """Launches inside the block only compile, for ``arch``; gives the list of compiled kernels."""
+def compiling(arch: int, table: int | None = None, num_sms: int | None = None) -> Iterator[list[Any]]:
+    """Launches inside the block only compile, for ``arch``; gives the list of compiled kernels. Tile sizes are those of
+    ``table`` (``arch``), for ``num_sms`` multiprocessors (the device's).
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     compiled: list[Any] = []
-    run, architecture = JITFunction.run, topology.architecture
+    run, count = JITFunction.run, topology.num_sms if num_sms is None else lambda device: num_sms
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     driver.set_active(CompilerDriver(arch))
-    JITFunction.run, topology.architecture = compile_only, lambda device: arch
-    try:
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.multiple(topology, architecture=lambda device: table or arch, num_sms=count),
+    ):
         yield compiled
-    finally:
-        JITFunction.run, topology.architecture = run, architecture

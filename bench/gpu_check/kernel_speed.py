@@ -3,7 +3,7 @@
 A part fails by wrong values alone: `speeds` has the goals. `compile_kernels` makes the same problems on device "meta".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,7 +55,6 @@ SHAPES = [
     MatmulShape("small 1024 x 1024 x 1024", 0, 1024, 1024, 1024),
 ]
 TINY = MatmulShape("dry run", 0, 32, 32, 32)
-REDUCED = (2, 4, 8)  # ranks
 
 
 @dataclass(frozen=True)
@@ -65,32 +64,50 @@ class KernelProblem:
     workspace: Workspace
     out: Tensor
     run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class MoveProblem(KernelProblem):
+    """A kernel that only moves and adds: what it must write, and the bytes that it reads and writes."""
+
+    want: Callable[[], Tensor]
+    num_bytes: int
     before: Callable[[], Any] = lambda: None  # each run: it is round 1 again
 
 
 def cases(device: torch.device) -> child.Cases:
-    cuda = device.type == "cuda"
-    matmuls = SHAPES if cuda else [TINY]
-    first: child.Cases = {
-        f"{name} {matmuls[0].name}": partial(_matmul, matmuls[0], kernel, device) for name, kernel in MATMULS.items()
-    }
-    first |= {"pack": partial(_pack, device), "unpack": partial(_unpack, device)}
-    first |= {f"reduce R={size}": partial(_reduce, matmuls[0], size, device) for size in REDUCED}
-    return first | {
-        f"{name} {shape.name}": partial(_matmul, shape, kernel, device)
-        for shape in matmuls[1:]
-        for name, kernel in MATMULS.items()
-    }
+    shapes = SHAPES if device.type == "cuda" else [TINY]
+    matmuls: list[child.Cases] = [
+        {f"{name} {shape.name}": partial(_matmul, shape, kernel, device) for name, kernel in MATMULS.items()}
+        for shape in shapes
+    ]
+    moves: child.Cases = {name: partial(_move, kernel, device) for name, kernel in MOVES.items()}
+    return matmuls[0] | moves | {name: case for each in matmuls[1:] for name, case in each.items()}
+
+
+def jobs() -> Iterator[tuple[str, Callable[[], None]]]:
+    """The launches, on tensors without memory."""
+    for shape in SHAPES:
+        for name, kernel in MATMULS.items():
+            yield f"{name} {shape.name}", partial(_launch_matmul, kernel, shape)
+    for name, move in MOVES.items():
+        yield name, partial(_launch_move, move)
+
+
+def _launch_matmul(kernel: Callable[..., KernelProblem], shape: MatmulShape) -> None:
+    kernel(*shape.operands(torch.device("meta"))).run()
+
+
+def _launch_move(kernel: Callable[..., MoveProblem]) -> None:
+    kernel(torch.device("meta")).run()
 
 
 def push(x: Tensor, w: Tensor) -> KernelProblem:
     """The push kernel in a group of one rank: the flops of torch.matmul, no peer."""
     exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, x.ndim - 2, x.ndim - 1, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace = _workspace(exchange, x)
-    start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
-    numel = x.shape[:-1].numel() * w.shape[-1]
-    out = workspace.buffers[0][start : start + numel * x.itemsize].view(x.dtype).view(*x.shape[:-1], w.shape[-1])
+    workspace, slot = alone(exchange, x.dtype, x.device)
+    out = slot.view(*x.shape[:-1], w.shape[-1])
     return KernelProblem(workspace, out, lambda: launch_now.push(x, w, None, spans, workspace, FINGERPRINT))
 
 
@@ -98,58 +115,69 @@ def gather(x: Tensor, w: Tensor) -> KernelProblem:
     """The gather kernel in a group of one rank, which has sent already."""
     exchange = shapes.all_gather_matmul(x.shape, [w.shape], x.ndim - 2, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace = _workspace(exchange, x)
+    workspace, _ = alone(exchange, x.dtype, x.device)
     out = x.new_empty(exchange.out_shape)
     launch_now.pack(x, spans, workspace, FINGERPRINT)
-    return KernelProblem(
-        workspace,
-        out,
-        lambda: launch_now.gather_matmul(out, w, None, spans, workspace, FINGERPRINT, end_round=False),
-    )
+    run = partial(launch_now.gather_matmul, out, w, None, spans, workspace, FINGERPRINT, end_round=False)
+    return KernelProblem(workspace, out, run)
 
 
-MATMULS: dict[str, Callable[..., KernelProblem]] = {"push": push, "gather": gather}
-
-
-def unpack_exchange(cuda: bool) -> tuple[Exchange, int]:
-    """A batch of the start program between 4 ranks: 66 MB from each. In the interpreter, a little."""
-    if not cuda:
-        return shapes.matmul_all_to_all((1, 8, 16), (1, 16, 64), [8, 8], 1, 2, 4), 4
-    return shapes.matmul_all_to_all((1, 16192, 4096), (1, 4096, 8192), [16, 512], 1, 2, 4), 4
-
-
-def unpack(exchange: Exchange, group_size: int, device: torch.device) -> tuple[KernelProblem, Tensor]:
-    """Rank 0's copy-out of chunks that are there, and these chunks [R, ...]."""
+def unpack(device: torch.device) -> MoveProblem:
+    """Rank 0's copy-out of a batch of the start program between 4 ranks: 66 MB from each."""
+    tokens, k, heads, dim = (8, 16, 8, 8) if device.type == "cpu" else (16192, 4096, 16, 512)
+    exchange = shapes.matmul_all_to_all((1, tokens, k), (1, k, heads * dim), [heads, dim], 1, 2, 4)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace, parts = _arrived(exchange, group_size, device)
-    out = torch.empty(exchange.out_shape, device=device, dtype=DTYPE)
+    workspace, parts = _arrived(exchange, 4, device)
+    parts, out = parts.view(4, *exchange.block), torch.empty(exchange.out_shape, device=device, dtype=DTYPE)
     run = partial(launch_now.unpack, out, spans, workspace, FINGERPRINT)
-    return KernelProblem(workspace, out, run, _epoch(workspace).zero_), parts.view(group_size, *exchange.block)
+    return MoveProblem(workspace, out, run, lambda: torch.cat([*parts], 1), 2 * parts.nbytes, _epoch(workspace).zero_)
 
 
-def pack(device: torch.device) -> tuple[KernelProblem, Tensor]:
-    """Rank 0's part of sending x between 4 ranks, in runs of 4 KiB, and x as chunks [R, rows, columns]."""
+def pack(device: torch.device) -> MoveProblem:
+    """Rank 0's part of sending x between 4 ranks, in runs of 4 KiB."""
     rows, columns = (16192, 2048) if device.type != "cpu" else (16, 64)
     exchange = shapes.all_to_all_matmul((1, rows, 4 * columns), (columns, 8), 1, 2, 4)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace, slots = _arrived(exchange, 4, device)
     x = torch.randn(1, rows, 4 * columns, device=device, dtype=DTYPE)
     run = partial(launch_now.pack, x, spans, workspace, FINGERPRINT)
-    return KernelProblem(workspace, slots[0], run), x.view(rows, 4, columns).transpose(0, 1)
+    return MoveProblem(workspace, slots[0], run, lambda: x[0, :, :columns].reshape(-1), 2 * x.nbytes)
 
 
-def reduce(shape: MatmulShape, group_size: int, device: torch.device) -> tuple[KernelProblem, Tensor]:
-    """Rank 0's reduction of chunks that are there, and these chunks [R, numel]."""
+def reduce(group_size: int, device: torch.device) -> MoveProblem:
+    """Rank 0's reduction of chunks that are there."""
+    shape = TINY if device.type == "cpu" else SHAPES[0]
     exchange = shapes.matmul_reduce_scatter((shape.m, shape.k), (shape.k, shape.n), "sum", 0, group_size)
     (spans,) = exchange.rounds(exchange.chunk_numel)
     workspace, parts = _arrived(exchange, group_size, device)
     out = torch.empty(exchange.out_shape, device=device, dtype=DTYPE)
     run = partial(launch_now.reduce, out, spans, None, 1.0, workspace, FINGERPRINT)
-    return KernelProblem(workspace, out, run, _epoch(workspace).zero_), parts
+    num_bytes = parts.nbytes + parts[0].nbytes
+
+    def want() -> Tensor:
+        return parts.float().sum(0).to(DTYPE).view(out.shape)
+
+    return MoveProblem(workspace, out, run, want, num_bytes, _epoch(workspace).zero_)
 
 
-def _workspace(exchange: Exchange, x: Tensor) -> Workspace:
-    return VirtualGroup(1, exchange.chunk_numel * x.itemsize, x.device).workspaces[0]
+MATMULS: dict[str, Callable[[Tensor, Tensor], KernelProblem]] = {"push": push, "gather": gather}
+MOVES: dict[str, Callable[[torch.device], MoveProblem]] = {
+    "pack": pack,
+    "unpack": unpack,
+    **{f"reduce R={size}": partial(reduce, size) for size in (2, 4, 8)},
+}
+
+
+def alone(exchange: Exchange, dtype: torch.dtype, device: torch.device) -> tuple[Workspace, Tensor]:
+    """The workspace of a group of one rank, and its chunk, which a push writes."""
+    workspace = VirtualGroup(1, exchange.chunk_numel * dtype.itemsize, device).workspaces[0]
+    return workspace, _slot(workspace, exchange.chunk_numel, dtype)
+
+
+def _slot(workspace: Workspace, numel: int, dtype: torch.dtype) -> Tensor:
+    """Of round 1, as the epoch word never moves here."""
+    start = workspace.layout.slot(1, workspace.slot_bytes)
+    return workspace.buffers[0][start : start + numel * dtype.itemsize].view(dtype)
 
 
 def _arrived(exchange: Exchange, group_size: int, device: torch.device) -> tuple[Workspace, Tensor]:
@@ -158,11 +186,11 @@ def _arrived(exchange: Exchange, group_size: int, device: torch.device) -> tuple
     workspace = VirtualGroup(group_size, numel * group_size * DTYPE.itemsize, device).workspaces[0]
     workspace.num_sms = VirtualGroup(1, 128, device).workspaces[0].num_sms  # of the whole GPU
     workspace.shares_gpu = False
-    layout, buffer = workspace.layout, workspace.buffers[0]
-    start, flags = layout.slot(1, workspace.slot_bytes), layout.flag(1, 0)
-    parts = buffer[start : start + group_size * numel * DTYPE.itemsize].view(DTYPE).view(group_size, numel)
+    flags = workspace.layout.flag(1, 0)
+    parts = _slot(workspace, group_size * numel, DTYPE).view(group_size, numel)
     parts.normal_()
-    buffer[flags : flags + 8 * group_size].view(torch.int64).fill_(1 << FINGERPRINT_BITS | FINGERPRINT)
+    signals = workspace.buffers[0][flags : flags + 8 * group_size].view(torch.int64)
+    signals.fill_(1 << FINGERPRINT_BITS | FINGERPRINT)
     return workspace, parts
 
 
@@ -179,53 +207,37 @@ def _matmul(shape: MatmulShape, kernel: Callable[..., KernelProblem], device: to
     problem.run()
     error = ((problem.out.float() - y.float()).norm() / y.float().norm()).item()
     assert error < 1e-2, f"{shape.name}: relative error {error}"
-    variants: Variants = {"cublas": lambda: torch.matmul(x, w, out=y), "kernel": problem.run}
+    found = beside("cublas", lambda: torch.matmul(x, w, out=y), problem, shape.flops)
+    return found | {"relative_error": error}
+
+
+def beside(name: str, library: Callable[[], Any], problem: KernelProblem, flops: int) -> dict[str, Any]:
+    """Times of a kernel and of a library's call. Without launch: the cost of one more call where many are queued, as
+    neither the start of a kernel nor the gap to an event counts then.
+    """
+    variants: Variants = {name: library, "kernel": problem.run}
     often = {f"{name} repeated": partial(repeated, variant, 1 + REPEATS) for name, variant in variants.items()}
-    times = interleaved({**variants, **often}, device)
+    times = interleaved({**variants, **often}, problem.out.device)
     problem.workspace.check("matmul")
-    # The cost of one more call where many are queued: neither the start of a kernel nor the gap to an event counts.
     net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
     return {
-        "cublas_ms": times["cublas"],
-        "kernel_ms": times["kernel"],
-        "kernel_tflops": shape.flops / times["kernel"] / 1e9,
-        "cublas_launch_free_ms": net["cublas"],
-        "kernel_launch_free_ms": net["kernel"],
-        "relative_error": error,
-        "ratio": net["cublas"] / net["kernel"],
+        **{f"{each}_ms": times[each] for each in variants},
+        **{f"{each}_launch_free_ms": net[each] for each in variants},
+        "kernel_tflops": flops / times["kernel"] / 1e9,
+        "ratio": net[name] / net["kernel"],
     }
 
 
-def _unpack(device: torch.device) -> dict[str, Any]:
-    exchange, group_size = unpack_exchange(device.type == "cuda")
-    problem, parts = unpack(exchange, group_size, device)
-    problem.run()
-    assert torch.equal(problem.out, torch.cat(list(parts), 1)), "wrong values"
-    return _rates("unpack", problem, 2 * parts.numel() * parts.itemsize)
-
-
-def _pack(device: torch.device) -> dict[str, Any]:
-    problem, chunks = pack(device)
-    problem.run()
-    assert torch.equal(problem.out, chunks[0].reshape(-1)), "wrong values"
-    return _rates("pack", problem, 2 * chunks.numel() * chunks.itemsize)
-
-
-def _reduce(shape: MatmulShape, group_size: int, device: torch.device) -> dict[str, Any]:
-    problem, parts = reduce(shape, group_size, device)
-    problem.run()
-    assert torch.equal(problem.out.view(-1), parts.float().sum(0).to(DTYPE)), "wrong sums"
-    return _rates("reduce", problem, (group_size + 1) * parts[0].numel() * DTYPE.itemsize)
-
-
-def _rates(kernel: str, problem: KernelProblem, num_bytes: int) -> dict[str, Any]:
+def _move(kernel: Callable[[torch.device], MoveProblem], device: torch.device) -> dict[str, Any]:
     """Terabytes per second, read and written, beside a copy of as many bytes."""
-    device = problem.out.device
-    source = torch.empty(num_bytes // 2 // DTYPE.itemsize, device=device, dtype=DTYPE).normal_()
+    problem = kernel(device)
+    problem.run()
+    assert torch.equal(problem.out, problem.want()), "wrong values"
+    source = torch.empty(problem.num_bytes // 2 // DTYPE.itemsize, device=device, dtype=DTYPE).normal_()
     to = torch.empty_like(source)
     times = interleaved({SHIPPED: problem.run, "copy": lambda: to.copy_(source)}, device, problem.before)
-    problem.workspace.check(kernel)
-    rates = {name: num_bytes / ms / 1e9 for name, ms in times.items()}
+    problem.workspace.check("moves")
+    rates = {name: problem.num_bytes / ms / 1e9 for name, ms in times.items()}
     return {**rates, "ratio": times["copy"] / times[SHIPPED]}
 
 

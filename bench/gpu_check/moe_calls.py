@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import fusedcomm
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import interleaved
-from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
-from fusedcomm.bench.gpu_check.pools import Pools, need_segments
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal, refill
+from fusedcomm.bench.gpu_check.pools import Pools
+from fusedcomm.bench.gpu_check.virtual_ranks import check_absent, check_graph
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import routed_proof
 from fusedcomm.plan.routing import Routing, bytes_of_rows, packed_shape
@@ -23,7 +24,7 @@ from fusedcomm.run.routed_rows import ByKernels
 from fusedcomm.testing.virtual import VirtualGroup
 
 META = torch.device("meta")
-OP, TIMES, BOUND_S = "moe_dispatch", 3, 1.0
+OP, TIMES = "moe_dispatch", 3
 Inputs = tuple[Tensor, Tensor, Tensor]  # x [T, N], expert_ids [T * k], scores [T, k] of a rank
 
 
@@ -54,6 +55,10 @@ class Moe(NamedTuple):
         rows = inputs[0].new_zeros(self.capacity, self.columns)
         group.load(lambda workspace: self.combine(workspace, rows, packed, inputs[2]), FINGERPRINT)
         return group
+
+    @property
+    def op(self) -> str:
+        return OP
 
     @property
     def num_experts(self) -> int:
@@ -89,7 +94,7 @@ class Moe(NamedTuple):
         routing = Routing(packed, workspace.rank, self.group_size, scores.numel())
         return ByKernels(workspace, OP, FINGERPRINT).combine(rows, None, scores, routing, self.k, False)[0]
 
-    def both(self, workspace: Workspace, inputs: Inputs) -> list[Tensor]:
+    def run(self, workspace: Workspace, inputs: Inputs) -> list[Tensor]:
         rows, packed = self.dispatch(workspace, inputs)
         return [rows, self.combine(workspace, rows, packed, inputs[2])]
 
@@ -114,6 +119,19 @@ class Moe(NamedTuple):
                 at += self._units(choices) * self.alignment
         device = every[0][0].device
         return [[t.to(device, self.dtype) for t in each] for each in found]
+
+    def check(self, device: torch.device) -> dict[str, Any]:
+        """Back to back, with fresh routings."""
+        group, every = self.group(device), [self.inputs(device, seed) for seed in range(TIMES)]
+        group.run(self.run, every[0])
+        group.check(OP)
+        with never_waiting(device):
+            results = [group.run(self.run, inputs) for inputs in every]
+        group.check(OP)
+        for seed, (outs, inputs) in enumerate(zip(results, every, strict=True)):
+            for rank, expected in enumerate(self.expected(inputs)):
+                assert_equal(outs[rank], expected, f"{self} rank {rank} call {seed}")
+        return {"calls": TIMES * self.group_size}
 
     def _units(self, choices: list[tuple[int, int]]) -> int:
         return -(-len(choices) // self.alignment)
@@ -145,63 +163,6 @@ def never_waiting(device: torch.device) -> Iterator[None]:
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-
-
-def values(moe: Moe, device: torch.device) -> dict[str, Any]:
-    """Back to back, with fresh routings."""
-    group = moe.group(device)
-    every = [moe.inputs(device, seed) for seed in range(TIMES)]
-    group.run(moe.both, every[0])
-    group.check(OP)
-    with never_waiting(device):
-        results = [group.run(moe.both, inputs) for inputs in every]
-    group.check(OP)
-    for seed, (outs, inputs) in enumerate(zip(results, every, strict=True)):
-        for rank, expected in enumerate(moe.expected(inputs)):
-            assert_equal(outs[rank], expected, f"{moe} rank {rank} call {seed}")
-    return {"calls": TIMES * moe.group_size}
-
-
-def graph(moe: Moe, device: torch.device) -> dict[str, Any]:
-    """Three rounds, captured once and replayed with other routings."""
-    if device.type != "cuda":
-        raise child.Skipped("a CPU has no graphs")
-    group, inputs = moe.group(device), moe.inputs(device, 0)
-    graphs, outs = [], []
-    for rank, workspace in enumerate(group.workspaces):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=group.streams[rank]):
-            outs.append(moe.both(workspace, inputs[rank]))
-    for replay in range(TIMES):
-        every = moe.inputs(device, 10 + replay)
-        for old, new in zip(inputs, every, strict=True):
-            for to, source in zip(old, new, strict=True):
-                to.copy_(source)
-        group.run(lambda _, graph: graph.replay(), graphs)
-        group.check(OP)
-        for rank, expected in enumerate(moe.expected(every)):
-            assert_equal(outs[rank], expected, f"{moe} replay {replay}, rank {rank}")
-    return {"replays": TIMES}
-
-
-def absent(moe: Moe, device: torch.device) -> dict[str, Any]:
-    """Rank 0 runs alone. All of its results are NaN, and the context lives."""
-    group = moe._replace(group_size=2).group(device)
-    alone, inputs, outs = group.workspaces[0], moe._replace(group_size=2).inputs(device, 0)[0], list[Tensor]()
-    alone.timeout_s = BOUND_S
-    alone.arm()
-    try:
-        with group.on_stream(0):
-            outs = moe._replace(group_size=2).both(alone, inputs)
-        group.check(OP)
-    except fusedcomm.PeerTimeoutError as error:
-        assert error.peers == [1], error.peers
-        text = str(error)
-    else:
-        raise AssertionError("nothing was reported")
-    assert not group.cuda or (outs and all(out.isnan().all() for out in outs)), "the results must be NaN"
-    values(moe, device)
-    return {"error": text}
 
 
 def call(moe: Moe, inputs: Inputs) -> list[Tensor]:
@@ -254,17 +215,11 @@ def _captured(moe: Moe, device: torch.device, rank: int) -> dict[str, Any]:
         outs = call(moe, inputs)
     for seed in range(TIMES):
         every = moe.inputs(device, 10 + seed)
-        for to, source in zip(inputs, every[rank], strict=True):
-            to.copy_(source)
+        refill(inputs, every[rank])
         captured.replay()
         fusedcomm.synchronize()
         assert_equal(outs, moe.expected(every)[rank], f"{moe} replay {seed}, rank {rank}")
     return {"replays": TIMES}
-
-
-def _in_processes(pools: Pools, *args: Any) -> Any:
-    need_segments(args[0])
-    return pools.run(2, of_users, *args)
 
 
 LARGE = Moe(1, torch.bfloat16, 8192, 4096, 64, 8, 65536)
@@ -325,12 +280,13 @@ def cases(device: torch.device, part: str) -> child.Cases:
     if part == "speed":
         moe = LARGE if cuda else TINY
         return {f"moe of {moe.tokens} tokens": partial(speed, moe, device)}
-    found, pools = right(cuda), Pools(device.type)
-    checks: child.Cases = {f"values {moe}": partial(values, moe, device) for moe in found}
-    checks |= {"graph": partial(graph, found[0], device), "absent": partial(absent, found[0], device)}
-    args = device.type, found[0]._replace(group_size=2)
-    return checks | {
-        f"2 processes {each}": partial(_in_processes, pools, *args, each) for each in ("fused", None)[: 1 + cuda]
+    found, pools = right(cuda), Pools(device)
+    pair = found[0]._replace(group_size=2)
+    return {
+        **{f"values {moe}": partial(moe.check, device) for moe in found},
+        "graph": partial(check_graph, found[0], device),
+        "absent": partial(check_absent, pair, device),
+        **{f"2 processes {each}": pools.case(2, of_users, pair, each) for each in ("fused", None)[: 1 + cuda]},
     }
 
 

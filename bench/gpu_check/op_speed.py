@@ -6,7 +6,6 @@ has two rounds, and back to back each slot is used again.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
-from fusedcomm.memory.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
@@ -72,10 +70,10 @@ def backward(cuda: bool) -> GpuCase:
 def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
     """Times of all ranks together: the matmuls alone, the program without communication, and each algorithm."""
     case = call.case
-    every = [call.inputs(rank, device, 0) for rank in range(call.group_size)]
+    every = call.inputs(device, 0)
     algorithms = ALGORITHMS if device.type == "cuda" else ("fused",)
-    groups = {name: call.group(name, device) for name in algorithms}
-    _check(case, groups, every)
+    groups = {each: each.group(device) for each in (call._replace(algorithm=name) for name in algorithms)}
+    _check(groups, every)
     for inputs in every:  # GPUs draw less power on integers, and so run faster
         for t in (inputs.x, *inputs.ws):
             t.normal_()
@@ -83,35 +81,30 @@ def compare(call: GpuCall, device: torch.device) -> dict[str, Any]:
     variants: Variants = {
         "unfused": lambda: case.program(every),
         "roof": lambda: [torch.matmul(x, w) for x, w in operands],
-        **{name: partial(group.run, _calling(case, name), every) for name, group in groups.items()},
+        **{each.algorithm: partial(group.run, each.run, every) for each, group in groups.items()},
     }
     times = interleaved(variants, device)
     for group in groups.values():
-        group.check(case.op)
+        group.check(call.op)
     ratios = {f"{name} over roof": ms / times["roof"] for name, ms in times.items() if name != "roof"}
     return {"rounds": call.num_rounds, **{f"{name}_ms": ms for name, ms in times.items()}, **ratios}
 
 
-def _check(case: GpuCase, groups: dict[str, VirtualGroup], every: list[GpuInputs]) -> None:
+def _check(groups: dict[GpuCall, VirtualGroup], every: list[GpuInputs]) -> None:
     """Inputs are small integers here; cuBLAS may round partial sums of them, and a reduction rounds every rank's."""
-    want = case.program(every)
-    for name, group in groups.items():
-        outs = group.run(_calling(case, name), every)
-        group.check(case.op)
-        for (out, *_), (wanted, *_) in zip(outs, want, strict=True):
+    for call, group in groups.items():
+        outs = group.run(call.run, every)
+        group.check(call.op)
+        for (out, *_), (wanted, *_) in zip(outs, call.case.program(every), strict=True):
             right = (out - wanted).abs() <= 4 + 2e-2 * wanted.abs()  # False for NaN
-            assert right.all(), f"{case} {name}: {(~right).sum().item()} of {out.numel()} values are wrong"
-
-
-def _calling(case: GpuCase, algorithm: str) -> Callable[[Workspace, GpuInputs], list[Tensor]]:
-    return lambda workspace, inputs: case.run(workspace, algorithm, inputs)
+            assert right.all(), f"{call} {call.algorithm}: {(~right).sum().item()} of {out.numel()} values are wrong"
 
 
 def _matmul_operands(call: GpuCall, inputs: GpuInputs) -> tuple[Tensor, Tensor]:
     """x and w of a rank's own matmul: where x is gathered, it has the gathered size."""
     x, w = inputs.x, inputs.ws[0]
     if call.case.gathers:
-        rows = call.case.exchange(call.group_size).out_shape[:-1]
+        rows = call.exchange().out_shape[:-1]
         x = torch.randn(*rows, w.shape[-2], dtype=x.dtype, device=x.device)
     return x, w
 

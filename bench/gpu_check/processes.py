@@ -18,8 +18,8 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm import env
 from fusedcomm.bench.gpu_check import child
-from fusedcomm.bench.gpu_check.gpu_calls import CASES, OPS, SMALL, GpuCall, GpuCase, assert_equal, first_of
-from fusedcomm.bench.gpu_check.pools import Pools, need_segments
+from fusedcomm.bench.gpu_check.gpu_calls import CASES, SMALL, GpuCall, GpuCase, assert_equal, first_calls, first_of
+from fusedcomm.bench.gpu_check.pools import Pools
 from fusedcomm.kernels.native_part import native
 from fusedcomm.launch.ranks import KILLED
 
@@ -47,89 +47,68 @@ def cases(device: torch.device, part: str) -> child.Cases:
 
 
 def of_queues(device: torch.device) -> child.Cases:
-    pools, cuda = Pools(device.type), device.type == "cuda"
-    return {
-        f"{number} hardware queues {algorithm}: {case.op}": partial(
-            _queued, pools, device.type, number, algorithm, case
-        )
-        for number in (NUM_QUEUES if cuda else NUM_QUEUES[:1])
-        for algorithm in ("fused", "chunked")
-        for case in (first_of(op, cuda) for op in OPS)
-    }
+    pools, cuda = Pools(device), device.type == "cuda"
+    found: child.Cases = {}
+    for number in NUM_QUEUES if cuda else NUM_QUEUES[:1]:
+        queues = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)} | (SLOTS if cuda else {})
+        for algorithm in ("fused", "chunked"):
+            for call in (each._replace(algorithm=algorithm) for each in first_calls(cuda)):
+                name = f"{number} hardware queues {algorithm}: {call.op}"
+                found[name] = pools.case(2, forward_and_backward, call, env=queues)
+    return found
 
 
-def _queued(pools: Pools, device_type: str, number: int, algorithm: str, case: GpuCase) -> Any:
-    need_segments(device_type)
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(number)} | (SLOTS if device_type == "cuda" else {})
-    return pools.run(2, forward_and_backward, device_type, algorithm, case, env=env)
-
-
-def forward_and_backward(rank: int, device_type: str, algorithm: str, case: GpuCase) -> dict[str, Any]:
-    found = values(rank, device_type, algorithm, case)
-    return found | {"gradients": backward(rank, device_type, algorithm, case)}
+def forward_and_backward(rank: int, device_type: str, call: GpuCall) -> dict[str, Any]:
+    return values(rank, device_type, call) | {"gradients": backward(rank, device_type, call)}
 
 
 def of_ranks(device: torch.device, size: int) -> child.Cases:
-    pools, kind, cuda = Pools(device.type), device.type, device.type == "cuda"
-    values_of = {
-        name: {f"{size} ranks {name}: {case}": partial(_values, pools, size, kind, name, case) for case in each}
-        for name, each in ((name, problems(size, cuda)) for name in ALGORITHMS)
-    }
+    pools, cuda = Pools(device), device.type == "cuda"
+    every = [GpuCall(size, DTYPE, case, algorithm="planned") for case in problems(size, cuda)]
+
+    def values_by(name: str) -> child.Cases:
+        case = partial(pools.case, size, values, by_gloo=name in ("planned", "unfused"))
+        return {f"{size} ranks {name}: {call.case}": case(call._replace(algorithm=name)) for call in every}
+
+    first = [call for call in every if call.case == first_of(call.op, cuda)]
     in_time: child.Cases = {}
     if cuda or size == 2:
-        in_time[f"{size} ranks absent"] = partial(_in_segments, pools, size, absent, kind)
+        in_time[f"{size} ranks absent"] = pools.case(size, absent)
     if size == 2:
-        in_time["2 ranks killed"] = partial(killed, pools, kind)
-        in_time["2 ranks that differ"] = partial(_in_segments, pools, size, differing, kind)
-        in_time |= {f"2 ranks checked: {op}": partial(_checked, pools, kind, first_of(op, cuda)) for op in OPS}
+        in_time["2 ranks killed"] = partial(killed, pools)
+        in_time["2 ranks that differ"] = pools.case(size, differing)
+        for call in first_calls(cuda):  # with guard bytes and every argument compared; no call runs natively
+            in_time[f"2 ranks checked: {call.op}"] = pools.case(2, values, call, env={"FUSEDCOMM_CHECK": "1"})
     return {
-        **values_of["fused"],
-        **values_of["chunked"],
-        **values_of["planned"],
-        **{
-            f"{size} ranks backward: {case}": partial(pools.run, size, backward, kind, None, case)
-            for case in problems(size, cuda)
-            if case == first_of(case.op, cuda)
-        },
+        **values_by("fused"),
+        **values_by("chunked"),
+        **values_by("planned"),
+        **{f"{size} ranks backward: {call.case}": pools.case(size, backward, call, by_gloo=True) for call in first},
         **in_time,
-        **values_of["unfused"],
+        **values_by("unfused"),
     }
 
 
-def _in_segments(pools: Pools, size: int, fn: Any, device_type: str, *args: Any) -> Any:
-    need_segments(device_type)
-    return pools.run(size, fn, device_type, *args)
-
-
-def _values(pools: Pools, size: int, device_type: str, name: str, case: GpuCase) -> Any:
-    run = partial(_in_segments, pools) if name in ("chunked", "fused") else pools.run
-    return run(size, values, device_type, None if name == "planned" else name, case)
-
-
-def _checked(pools: Pools, device_type: str, case: GpuCase) -> Any:
-    """With guard bytes and every argument compared; no call runs natively."""
-    need_segments(device_type)
-    return pools.run(2, values, device_type, "fused", case, env={"FUSEDCOMM_CHECK": "1"})
-
-
-def values(rank: int, device_type: str, algorithm: str | None, case: GpuCase) -> dict[str, Any]:
+def values(rank: int, device_type: str, call: GpuCall) -> dict[str, Any]:
     """A case as users call it, with fresh inputs; and how the planner runs it where nothing is forced."""
-    size, device = dist.get_world_size(), torch.device(device_type)
+    device, case, algorithm = torch.device(device_type), call.case, call.algorithm
     if native is not None:
         native.forget_recorded_calls()
-    with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
+    with forced(algorithm):
         for seed in range(TIMES):
-            inputs = case.inputs(size, rank, DTYPE, device, seed)
-            outs = case.call(inputs)
+            every = call.inputs(device, seed)
+            outs = case.call(every[rank])
             fusedcomm.synchronize()
-            where = f"{case} {algorithm} rank {rank} call {seed}"
-            assert_equal(outs, case.expected(size, DTYPE, device, seed, algorithm == "unfused")[rank], where)
-        if algorithm is not None:
+            assert_equal(outs, call.expected(every)[rank], f"{case} {algorithm} rank {rank} call {seed}")
+        if algorithm != "planned":
             in_python = TIMES - (0 if native is None else len(native.recorded_calls()))
             assert in_python <= IN_PYTHON or not runs_natively(algorithm, device), f"{in_python} calls ran in Python"
             return {"calls": TIMES, "in_python": in_python}
-        args, options = case.arguments(inputs)
-        return {"calls": TIMES, "plan": proved(fusedcomm.explain(case.op, *args, **options))}
+        return {"calls": TIMES, "plan": proved(fusedcomm.explain(case.op, **case.options(every[rank])))}
+
+
+def forced(algorithm: str) -> Any:
+    return fusedcomm.force_algorithm(None if algorithm == "planned" else algorithm, strict=algorithm != "planned")
 
 
 def runs_natively(algorithm: str, device: torch.device) -> bool:
@@ -147,28 +126,27 @@ def proved(plan: fusedcomm.Plan) -> str:
     return text
 
 
-def backward(rank: int, device_type: str, algorithm: str | None, case: GpuCase) -> dict[str, float]:
+def backward(rank: int, device_type: str, call: GpuCall) -> dict[str, float]:
     """Gradients of x and w against autograd of all ranks' program. Returns the relative errors."""
-    size, device = dist.get_world_size(), torch.device(device_type)
-    every = [case.inputs(size, each, DTYPE, device, 0) for each in range(size)]
+    every = call.inputs(torch.device(device_type), 0)
     for t in (t for inputs in every for t in (inputs.x, *inputs.ws)):
         t.requires_grad_()
-    expected = case.program(every)
-    if case.op == "matmul_all_reduce":  # all ranks have one result: its gradient counts once
+    expected = call.case.program(every)
+    if call.op == "matmul_all_reduce":  # all ranks have one result: its gradient counts once
         expected = expected[:1]
     weights = [_weights(each, out[0]) for each, out in enumerate(expected)]
     losses = [(out[0].float() * weight).sum() for out, weight in zip(expected, weights, strict=True)]
     own = every[rank]
     want = torch.autograd.grad(torch.stack(losses).sum(), [own.x, own.ws[0]])
     weight = weights[rank if len(weights) > 1 else 0]
-    with fusedcomm.force_algorithm(algorithm, strict=algorithm is not None):
+    with forced(call.algorithm):
         for _ in range(TIMES):
-            got = torch.autograd.grad((case.call(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
+            got = torch.autograd.grad((call.case.call(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
         fusedcomm.synchronize()
     errors = {}
     for name, one, other in zip("xw", got, want, strict=True):
         errors[name] = ((one.float() - other.float()).norm() / other.float().norm()).item()
-        assert errors[name] < 2e-2, f"{case} gradient of {name}, rank {rank}: relative error {errors[name]}"
+        assert errors[name] < 2e-2, f"{call.case} gradient of {name}, rank {rank}: relative error {errors[name]}"
     return errors
 
 
@@ -179,25 +157,24 @@ def _weights(rank: int, out: Tensor) -> Tensor:
 
 def absent(rank: int, device_type: str) -> dict[str, Any]:
     """The last rank does not come: the others name it, and after a reset all go on. `unfused` would wait in gloo."""
-    size = dist.get_world_size()
-    case = first_of(ABSENT_OPS[size], device_type == "cuda")
-    exact_call(rank, device_type, case)  # the group's first call is a collective, which has errors of its own
+    call = call_of_all(device_type)
+    exact_call(rank, device_type)  # the group's first call is a collective, which has errors of its own
     dist.barrier()
-    seconds = 0.0 if rank == size - 1 else lone_call(rank, device_type, case)
+    seconds = 0.0 if rank == call.group_size - 1 else lone_call(rank, device_type)
     dist.barrier()
     fusedcomm.reset()
-    exact_call(rank, device_type, case)
-    return {"op": case.op, "seconds": seconds}
+    exact_call(rank, device_type)
+    return {"op": call.op, "seconds": seconds}
 
 
 def differing(rank: int, device_type: str) -> dict[str, Any]:
     """Rank 1 has more columns: both ranks say so, and after a reset both go on."""
-    case = first_of(ABSENT_OPS[2], device_type == "cuda")
-    exact_call(rank, device_type, case)
-    other = replace(case, n=(case.n[0] + 16 * rank,))
+    exact_call(rank, device_type)
+    call = call_of_all(device_type)
+    other = call._replace(case=replace(call.case, n=(call.case.n[0] + 16 * rank,)))
     try:
         with fusedcomm.force_algorithm("fused", strict=True):
-            other.call(other.inputs(2, rank, DTYPE, torch.device(device_type), 0))
+            other.case.call(other.inputs(torch.device(device_type), 0)[rank])
             fusedcomm.synchronize()
     except fusedcomm.PeerMismatchError as error:
         text = str(error)
@@ -205,41 +182,47 @@ def differing(rank: int, device_type: str) -> dict[str, Any]:
         raise AssertionError("nothing was reported")
     dist.barrier()
     fusedcomm.reset()
-    exact_call(rank, device_type, case)
+    exact_call(rank, device_type)
     return {"error": text}
 
 
-def exact_call(rank: int, device_type: str, case: GpuCase) -> None:
-    size, device = dist.get_world_size(), torch.device(device_type)
-    with fusedcomm.force_algorithm("chunked", strict=True):
-        outs = case.call(case.inputs(size, rank, DTYPE, device, 0))
+def call_of_all(device_type: str) -> GpuCall:
+    size = dist.get_world_size()
+    return GpuCall(size, DTYPE, first_of(ABSENT_OPS[size], device_type == "cuda"), algorithm="chunked")
+
+
+def exact_call(rank: int, device_type: str) -> None:
+    call = call_of_all(device_type)
+    every = call.inputs(torch.device(device_type), 0)
+    with forced(call.algorithm):
+        outs = call.case.call(every[rank])
         fusedcomm.synchronize()
-    assert_equal(outs, case.expected(size, DTYPE, device, 0)[rank], f"{case} rank {rank}")
+    assert_equal(outs, call.expected(every)[rank], f"{call.case} rank {rank}")
 
 
-def lone_call(rank: int, device_type: str, case: GpuCase) -> float:
+def lone_call(rank: int, device_type: str) -> float:
     """The last rank of the group is not there. Returns the seconds until that was reported."""
-    last = dist.get_world_size() - 1
-    inputs = case.inputs(last + 1, rank, DTYPE, torch.device(device_type), 0)
+    call = call_of_all(device_type)
+    inputs = call.inputs(torch.device(device_type), 0)[rank]
     start = time.monotonic()
     try:
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            outs = case.call(inputs)
+        with forced(call.algorithm):
+            outs = call.case.call(inputs)
             fusedcomm.synchronize()
     except fusedcomm.PeerTimeoutError as error:
-        assert error.peers == [last], error.peers
+        assert error.peers == [call.group_size - 1], error.peers
         return round(time.monotonic() - start, 2)
     raise AssertionError(f"nothing was reported; output {outs[0].flatten()[:4].tolist()}")
 
 
-def killed(pools: Pools, device_type: str) -> dict[str, Any]:
+def killed(pools: Pools) -> dict[str, Any]:
     """Rank 1 is killed between two calls: rank 0 names it in time."""
-    need_segments(device_type)
-    pool, case = pools.get(2), first_of(ABSENT_OPS[2], device_type == "cuda")
-    pool.run(exact_call, device_type, case)
+    pools.need_segments()
+    pool = pools.get(2)
+    pool.run(exact_call, pools.device_type)
     pool.kill(1)
     try:
-        seconds, other = pool.run(lone_call, device_type, case)
+        seconds, other = pool.run(lone_call, pools.device_type)
     finally:
         pools.close()
     assert other is KILLED

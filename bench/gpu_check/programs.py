@@ -3,7 +3,6 @@
 Where ranks exchange anything outside of the ops, they do it on the host: gloo does not take all CUDA tensors.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import fusedcomm
 import fusedcomm.compile
 import fusedcomm.parallel
 from fusedcomm.bench.gpu_check import child
-from fusedcomm.bench.gpu_check.pools import Pools, need_segments
+from fusedcomm.bench.gpu_check.pools import Pools
 from fusedcomm.bench.llama_layer import MODELS, Layer, Sizes, styled
 from fusedcomm.bench.start_program import ProgramData, ProgramSizes, matmul_and_reshard_heads, no_caches, same_program
 from fusedcomm.plan.geometry.cut import chunk_parts
@@ -31,20 +30,14 @@ LAYERS, VOCABULARY, STEPS, LEARNING_RATE = 2, 64, CALLS, 0.1
 
 
 def cases(device: torch.device) -> child.Cases:
-    pools, kind = Pools(device.type), device.type
-    programs: dict[str, Callable[..., Any]] = {
-        "compiled fused": partial(compiled, algorithm="fused"),
-        "compiled chunked": partial(compiled, algorithm="chunked"),
-        "uneven chunked": uneven,
-        **{f"parallel styles {model}": partial(parallel_styles, model=model) for model in MODELS},
-        "training": training,
+    case = partial(Pools(device).case, GROUP_SIZE, env=CHUNKED)
+    return {
+        "compiled fused": case(compiled, "fused"),
+        "compiled chunked": case(compiled, "chunked"),
+        "uneven chunked": case(uneven),
+        **{f"parallel styles {model}": case(parallel_styles, model) for model in MODELS},
+        "training": case(training),
     }
-    return {name: partial(_run, pools, program, kind) for name, program in programs.items()}
-
-
-def _run(pools: Pools, program: Callable[..., Any], device_type: str) -> Any:
-    need_segments(device_type)
-    return pools.run(GROUP_SIZE, program, device_type, env=CHUNKED)
 
 
 def compiled(rank: int, device_type: str, algorithm: str) -> dict[str, Any]:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from fusedcomm.bench.gpu_check import child
-from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
-from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
-from fusedcomm.bench.gpu_check.kernel_speed import REPEATS, SHAPES, TINY, KernelProblem, MatmulShape
-from fusedcomm.bench.timing import repeated
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal, whole_group
+from fusedcomm.bench.gpu_check.kernel_speed import SHAPES, TINY, KernelProblem, MatmulShape, alone, beside
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import table
 from fusedcomm.ops.call_arguments import Arguments
@@ -83,16 +81,13 @@ def push(of: Pair, dtype: torch.dtype, fast: bool = False) -> KernelProblem:
     x, w = of.x.values, of.w.values.mT
     exchange = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 1)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    num_bytes = exchange.chunk_numel * dtype.itemsize
-    workspace = VirtualGroup(1, num_bytes, x.device).workspaces[0]
-    start = workspace.layout.slot(1, workspace.slot_bytes)  # round 1, as the epoch word never moves here
-    out = workspace.buffers[0][start : start + num_bytes].view(dtype).view(len(x), -1)
+    workspace, slot = alone(exchange, dtype, x.device)
 
     def program(s: Builder, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor) -> None:
         launches.push(s, Scaled(x, scale_x, dtype), Scaled(w, scale_w, dtype, fast=fast), None, spans)
 
     run = launch_now.prepared(program, workspace, FINGERPRINT, x, w, of.x.scale, of.scale_w)
-    return KernelProblem(workspace, out, run)
+    return KernelProblem(workspace, slot.view(len(x), -1), run)
 
 
 def gather(of: Pair, dtype: torch.dtype, fast: bool = False) -> KernelProblem:
@@ -100,7 +95,7 @@ def gather(of: Pair, dtype: torch.dtype, fast: bool = False) -> KernelProblem:
     x, w, block = of.x.values, of.w.values.mT, of.recipe.x.k
     exchange = packed_gathers.all_gather_matmul(x.shape, [w.shape], 0, 1, block=block)
     (spans,) = exchange.rounds(exchange.chunk_numel)
-    workspace = VirtualGroup(1, exchange.chunk_numel, x.device).workspaces[0]
+    workspace, _ = alone(exchange, torch.uint8, x.device)
     payload, out = Payload(VALUES, (x.shape[1],), block), x.new_empty(exchange.out_shape, dtype=dtype)
     rows = x.new_zeros(exchange.packed[0], dtype=torch.uint8)
     for to, source in payload.packed(rows, x, of.x.scale, payload.ks):
@@ -174,16 +169,7 @@ def _compare(
     if recipe.x.k:
         scales = (torch.ones(1, device=device),) * 2
     scaled_mm = partial(torch._scaled_mm, of.x.values, of.w.values.mT, *scales, out_dtype=DTYPE, use_fast_accum=fast)
-    variants: Variants = {"torch": scaled_mm, "kernel": problem.run}
-    often = {f"{name} repeated": partial(repeated, variant, 1 + REPEATS) for name, variant in variants.items()}
-    times = interleaved({**variants, **often}, device)
-    problem.workspace.check("scaled matmul")
-    net = {name: (times[f"{name} repeated"] - times[name]) / REPEATS for name in variants}
-    found = {f"{name}_ms": times[name] for name in variants} | {
-        f"{name}_launch_free_ms": net[name] for name in variants
-    }
-    tflops = shape.flops / times["kernel"] / 1e9
-    return {**found, "kernel_tflops": tflops, "error": error, "ratio": net["torch"] / net["kernel"]}
+    return beside("torch", scaled_mm, problem, shape.flops) | {"error": error}
 
 
 def check(op: str, dims: tuple[int, ...], recipe: Recipe, device: torch.device) -> dict[str, Any]:
@@ -218,16 +204,11 @@ def check(op: str, dims: tuple[int, ...], recipe: Recipe, device: torch.device) 
 
 
 def _expected(op: str, dims: tuple[int, ...], local: list[Pair], whole: list[Pair], rank: int) -> Tensor:
-    size = len(local)
-    if op in ("scaled_all_gather_matmul", "scaled_all_to_all_matmul"):
-        xs = [each.x.exact for each in local]
-        xs = [x.chunk(size, dims[1])[rank] for x in xs] if len(dims) > 1 else xs
-        return (torch.cat(xs, dims[0]) @ whole[rank].w.exact.mT).to(DTYPE)
-    ys = [each.x.exact @ each.w.exact.mT for each in local]
-    if op == "scaled_matmul_all_to_all":
-        return torch.cat([y.chunk(size, dims[1])[rank] for y in ys], dims[0]).to(DTYPE)
-    total = torch.stack([y.to(DTYPE).double() for y in ys]).sum(0)
-    return (total.chunk(size, dims[0])[rank] if dims else total).to(DTYPE)
+    program = whole_group(op.removeprefix("scaled_"), dims[0] if dims else 0, dims[-1] if dims else 0)
+    if program.gathers:
+        return (program.exchanged([each.x.exact for each in local])[rank] @ whole[rank].w.exact.mT).to(DTYPE)
+    ys = [(each.x.exact @ each.w.exact.mT).to(DTYPE).double() for each in local]  # sums are of rounded results
+    return program.exchanged(ys)[rank].to(DTYPE)
 
 
 if __name__ == "__main__":

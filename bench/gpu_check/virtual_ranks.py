@@ -8,7 +8,7 @@ time-outs  a rank that never comes: it is named in time, the output is NaN, and 
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,22 +18,33 @@ from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import (
     ALGORITHMS,
     CASES,
-    OPS,
     SMALL,
     GpuCall,
-    GpuInputs,
     assert_equal,
-    first_of,
+    first_calls,
+    refill,
 )
+from fusedcomm.memory.workspace import Workspace
 from fusedcomm.testing.virtual import VirtualGroup
 
-DTYPE = torch.bfloat16
-GROUP_SIZE = 2
 # Each call has seconds of Triton's compiler behind it. The first combination runs all, the others each op's ragged one.
 COMBINATIONS = [(2, torch.bfloat16), (4, torch.float16), (8, torch.bfloat16), (2, torch.float32)]
 NUM_CALLS = 3  # odd: a replay that took slots by fixed addresses would read the wrong call
 REPLAYS = 5
 BOUND_S = 1.0
+
+
+class VirtualCall(Protocol):
+    """A call of all ranks, each of them virtual: `GpuCall` and `Moe`. Inputs and results are lists by rank."""
+
+    @property
+    def op(self) -> str: ...
+    def inputs(self, device: torch.device, seed: int) -> list[Any]: ...
+    def expected(self, every: list[Any]) -> list[list[Tensor]]: ...
+    def group(self, device: torch.device) -> VirtualGroup: ...
+    def run(self, workspace: Workspace, inputs: Any) -> list[Tensor]: ...
+    def check(self, device: torch.device) -> dict[str, Any]: ...
+    def _replace(self, *, group_size: int) -> Any: ...
 
 
 def calls(cuda: bool) -> list[GpuCall]:
@@ -48,60 +59,42 @@ def values(cuda: bool) -> list[GpuCall]:
     return every + [GpuCall(*each, case) for each in COMBINATIONS[1:] for case in CASES if case.name == "ragged"]
 
 
-def first_calls(cuda: bool) -> list[GpuCall]:
-    return [GpuCall(GROUP_SIZE, DTYPE, first_of(op, cuda)) for op in OPS]
-
-
 def cases(device: torch.device, part: str) -> child.Cases:
     cuda = device.type == "cuda"
     if part == "values":
         return {
-            f"{call} {algorithm}": partial(call.check, algorithm, device)
+            f"{call} {algorithm}": partial(call._replace(algorithm=algorithm).check, device)
             for call in values(cuda)
             for algorithm in (ALGORITHMS if cuda else ("fused",))
         }
     check = {"graphs": check_graph, "time-outs": check_absent}[part]
-    return {call.case.op: partial(check, call, device) for call in first_calls(cuda)}
+    return {call.op: partial(check, call, device) for call in first_calls(cuda)}
 
 
-def check_graph(call: GpuCall, device: torch.device) -> dict[str, Any]:
+def check_graph(call: VirtualCall, device: torch.device) -> dict[str, Any]:
+    """A graph for each rank: branches of one graph need not run at the same time, and ranks wait for each other."""
     if device.type != "cuda":
         raise child.Skipped("a CPU has no graphs")
-    case, group = call.case, call.group("fused", device)
-    inputs = [[call.inputs(rank, device, 0) for rank in range(GROUP_SIZE)] for _ in range(NUM_CALLS)]
-    graphs, outs = _captured(call, group, inputs)
+    group, inputs = call.group(device), [call.inputs(device, 0) for _ in range(NUM_CALLS)]
+    graphs, outs = [], []
+    for rank, workspace in enumerate(group.workspaces):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=group.streams[rank]):
+            outs.append([call.run(workspace, of_ranks[rank]) for of_ranks in inputs])
     for replay in range(REPLAYS):
-        for number, of_ranks in enumerate(inputs):
-            for rank, old in enumerate(of_ranks):
-                new = call.inputs(rank, device, 10 * replay + number)
-                for to, source in zip([old.x, *old.ws, *old.biases], [new.x, *new.ws, *new.biases], strict=True):
-                    if to is not None and source is not None:
-                        to.copy_(source)
+        fresh = [call.inputs(device, 10 * replay + number) for number in range(NUM_CALLS)]
+        refill(inputs, fresh)
         group.run(lambda _, graph: graph.replay(), graphs)
-        group.check(case.op)
-        for number in range(NUM_CALLS):
-            for rank, expected in enumerate(case.expected(GROUP_SIZE, DTYPE, device, 10 * replay + number)):
+        group.check(call.op)
+        for number, every in enumerate(fresh):
+            for rank, expected in enumerate(call.expected(every)):
                 assert_equal(outs[rank][number], expected, f"{call} replay {replay}, call {number}, rank {rank}")
     return {"calls_in_graph": NUM_CALLS, "replays": REPLAYS}
 
 
-def _captured(
-    call: GpuCall, group: VirtualGroup, inputs: list[list[GpuInputs]]
-) -> tuple[list[torch.cuda.CUDAGraph], list[list[list[Tensor]]]]:
-    """A graph for each rank: branches of one graph need not run at the same time, and ranks wait for each other."""
-    graphs: list[torch.cuda.CUDAGraph] = []
-    outs: list[list[list[Tensor]]] = []
-    for rank, workspace in enumerate(group.workspaces):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], stream=group.streams[rank]):
-            outs.append([call.case.run(workspace, "fused", of_ranks[rank]) for of_ranks in inputs])
-    return graphs, outs
-
-
-def check_absent(call: GpuCall, device: torch.device) -> dict[str, Any]:
+def check_absent(call: VirtualCall, device: torch.device) -> dict[str, Any]:
     """Rank 0 of 2 runs alone."""
-    cuda, case = device.type == "cuda", call.case
-    group = call.group("fused", device)
+    cuda, group = device.type == "cuda", call.group(device)
     alone = group.workspaces[0]
     alone.timeout_s = BOUND_S
     alone.arm()
@@ -109,8 +102,8 @@ def check_absent(call: GpuCall, device: torch.device) -> dict[str, Any]:
     outs: list[Tensor] = []
     try:
         with group.on_stream(0):
-            outs = case.run(alone, "fused", call.inputs(0, device, 0))
-        group.check(case.op)
+            outs = call.run(alone, call.inputs(device, 0)[0])
+        group.check(call.op)
     except fusedcomm.PeerTimeoutError as error:
         seconds = time.monotonic() - start
         assert error.peers == [1], error.peers
@@ -120,7 +113,7 @@ def check_absent(call: GpuCall, device: torch.device) -> dict[str, Any]:
         raise AssertionError("nothing was reported")
     if cuda:  # on CPU the op raises before there is a result
         assert outs and all(out.isnan().all() for out in outs), "the output must be poisoned"
-    call._replace(group_size=2 if cuda else 1).check("fused", device)  # the context lives
+    call._replace(group_size=2 if cuda else 1).check(device)  # the context lives
     return {"seconds": round(seconds, 2), "error": text}
 
 

@@ -107,7 +107,7 @@ def _warm(args: argparse.Namespace) -> int:
         dims = {"gather_dim": int(op == "all_to_all_matmul"), "scatter_dim": int(op == "matmul_all_to_all")}
         case = GpuCase(op, "warm", (rows, k), (n,), **dims, bias=linear, transposed=linear)
         call = GpuCall(args.world_size, DTYPES[args.dtype], case)
-        compile_kernels.compile_job(partial(call.group, "fused", compile_kernels.META, shares_gpu=False), target)
+        compile_kernels.compile_job(partial(call.group, compile_kernels.META, shares_gpu=False), target)
     print(f"sm_{target.arch}: {len(kernels()) - before} kernels compiled, into {knobs.cache.dir}")
     return 0
 
