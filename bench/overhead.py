@@ -13,7 +13,7 @@ Time between two calls is not counted.
 import argparse
 import contextlib
 import itertools
-import random
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from fusedcomm.bench import common
 from fusedcomm.bench.common import us
 from fusedcomm.bench.op_bench import BASELINE, MATMULS, PROGRAMS, ROOF, OpData
 from fusedcomm.bench.rank_barrier import rank_barrier
-from fusedcomm.bench.timing import Timing, check_values, repeated
+from fusedcomm.bench.timing import Timing, check_values, measure, repeated
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.memory.group import resolve
@@ -42,7 +42,7 @@ ALGORITHMS = ("unfused", "chunked")
 WARMUP = 1
 FILLED_BYTES = 32 << 20
 HOT_CALLS = 100
-WARM_CALLS = 5  # before each hot measurement: the one before has left other things in the caches
+WARM_CALLS = 5  # before each measurement: the one before has left other things in the caches
 COLD_CALLS = 4
 LAST_CALLS = 10  # of each rank
 LATE = 2.0  # times as long as a call has just taken, a rank spins before a call to be the last
@@ -106,7 +106,7 @@ class CallRow:
 
 
 class CallClock:
-    """A clock of CPU ranks, which use it alike. The ranks leave ``barrier`` as far apart as it is slow."""
+    """Clocks of CPU ranks, which use them alike. The ranks leave ``barrier`` as far apart as it is slow."""
 
     def __init__(self, barrier: Callable[[], None]) -> None:
         self.barrier = barrier
@@ -115,59 +115,44 @@ class CallClock:
 
     def measure(self, calls: Mapping[str, TimedCall], rounds: int) -> dict[str, list[Timing]]:
         """Hot, cold and CPU seconds of one call of each."""
-        names = list(calls)
-        found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in names}
-        for round_ in range(-WARMUP, rounds):
-            for name in random.Random(round_).sample(names, len(names)):
-                with calls[name].forced():
-                    times = self._round(calls[name].call)
-                if round_ >= 0:
-                    found[name].append(times)
-        return {name: self._of(each) for name, each in found.items()}
+        clocks = (self._hot, rounds), (self._cold, rounds * COLD_CALLS), (self._last, rounds)
+        found = [measure(calls, CPU, rounds=number, warmup=WARMUP, clock=clock) for clock, number in clocks]
+        return {name: [times[name] for times in found] for name in calls}
 
-    def _round(self, call: Callable[[], Any]) -> tuple[Tensor, ...]:
-        hot = self._hot(call)
-        every = [hot], [self._cold(call) for _ in range(COLD_CALLS)], self._last(call, LATE * hot)
-        return tuple(torch.tensor(each, dtype=torch.float64, device="cpu") for each in every)
-
-    def _of(self, rounds: list[tuple[Tensor, ...]]) -> list[Timing]:
-        timings = []
-        for every in zip(*rounds, strict=True):
-            seconds = torch.cat(every)
-            dist.all_reduce(seconds, dist.ReduceOp.MAX)
-            timings.append(Timing.of(seconds))
-        return timings
-
-    def _hot(self, call: Callable[[], Any]) -> float:
-        repeated(call, WARM_CALLS)
-        self.barrier()
-        start = time.perf_counter()
-        repeated(call, HOT_CALLS)
-        return (time.perf_counter() - start) / HOT_CALLS
-
-    def _cold(self, call: Callable[[], Any]) -> float:
-        self._filled.add_(1)
-        self.barrier()
-        start = time.perf_counter()
-        result = call()
-        seconds = time.perf_counter() - start
-        del result
-        return seconds
-
-    def _last(self, call: Callable[[], Any], late_s: float) -> list[float]:
-        """CPU seconds; 0 where another rank is the last."""
-        spent = []
-        for late_rank in range(self.num_ranks):
+    def _hot(self, timed: TimedCall) -> tuple[float, None]:
+        with timed.forced():
+            repeated(timed.call, WARM_CALLS)
             self.barrier()
-            repeated(call, WARM_CALLS)
-            for _ in range(LAST_CALLS):
-                begin = time.perf_counter() + (late_s if self.rank == late_rank else 0.0)
-                while time.perf_counter() < begin:  # asleep, a core would lose its caches to others
-                    pass
-                start = time.process_time()
-                call()
-                spent.append(time.process_time() - start if self.rank == late_rank else 0.0)
-        return spent
+            start = time.perf_counter()
+            repeated(timed.call, HOT_CALLS)
+            return (time.perf_counter() - start) / HOT_CALLS, None
+
+    def _cold(self, timed: TimedCall) -> tuple[float, Any]:
+        self._filled.add_(1)
+        with timed.forced():
+            self.barrier()
+            start = time.perf_counter()
+            result = timed.call()
+            return time.perf_counter() - start, result
+
+    def _last(self, timed: TimedCall) -> tuple[float, None]:
+        """CPU seconds of this rank's calls in its turn to be the last; a median."""
+        spent = []
+        with timed.forced():
+            for late_rank in range(self.num_ranks):
+                self.barrier()
+                start = time.perf_counter()
+                repeated(timed.call, WARM_CALLS)
+                late_s = LATE * (time.perf_counter() - start) / WARM_CALLS if self.rank == late_rank else 0.0
+                for _ in range(LAST_CALLS):
+                    begin = time.perf_counter() + late_s
+                    while time.perf_counter() < begin:  # asleep, a core would lose its caches to others
+                        pass
+                    start = time.process_time()
+                    timed.call()
+                    if self.rank == late_rank:
+                        spent.append(time.process_time() - start)
+        return statistics.median(spent), None
 
 
 def measure_overhead(rank: int, op: str, direction: str, device_type: str, rounds: int) -> list[CallRow]:

@@ -88,14 +88,15 @@ def measure_rounds(
     warmup: int = 1,
     on_round: Callable[[int], None] = lambda done: None,
     check: Check | None = None,
+    clock: Callable[[Any], tuple[float, Any]] | None = None,
 ) -> dict[str, Tensor]:
     """Per variant the seconds of the slowest rank in every round, float64, on the CPU.
 
     ``on_round`` gets the number of rounds done, warm-up included. With ``check`` the result of every measured call is
-    checked too, after its clock has stopped.
+    checked too, after its clock has stopped. ``clock(variant)`` gives its seconds and result.
     """
     names = list(variants)
-    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    clock = clock or (_CudaClock(device) if device.type == "cuda" else _timed_on_cpu)
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)
     for round_ in range(-warmup, rounds):
         wrong = ""
@@ -137,12 +138,11 @@ def _raise_if_any(text: str, device: torch.device, what: str) -> None:
         raise ValuesDiffer(f"{what}: " + "; ".join(wrong))
 
 
-class _CpuClock:
-    def __call__(self, variant: Callable[[], Any]) -> tuple[float, Any]:
-        dist.barrier()
-        start = time.perf_counter()
-        result = variant()
-        return time.perf_counter() - start, result
+def _timed_on_cpu(variant: Callable[[], Any]) -> tuple[float, Any]:
+    dist.barrier()
+    start = time.perf_counter()
+    result = variant()
+    return time.perf_counter() - start, result
 
 
 class _CudaClock:

@@ -16,8 +16,8 @@ import fusedcomm
 import fusedcomm.compile
 import fusedcomm.parallel
 from fusedcomm.bench.gpu_check import child
+from fusedcomm.bench.gpu_check.llama_layer import MODELS, Layer, Sizes, styled
 from fusedcomm.bench.gpu_check.pools import Pools
-from fusedcomm.bench.llama_layer import MODELS, Layer, Sizes, styled
 from fusedcomm.bench.start_program import ProgramData, ProgramSizes, matmul_and_reshard_heads, no_caches, same_program
 from fusedcomm.plan.geometry.cut import chunk_parts
 
@@ -26,6 +26,7 @@ DTYPE = torch.bfloat16
 CALLS = 4  # the third of a kind and later ones run natively
 TOLERANCE = 3e-2  # share of the norm
 CHUNKED = {"FUSEDCOMM_ALGORITHM": "chunked"}  # in autograd's threads too
+SIZES = {"cuda": Sizes(), "cpu": Sizes(1, 8, 32, 1, 16, 32)}
 LAYERS, VOCABULARY, STEPS, LEARNING_RATE = 2, 64, CALLS, 0.1
 
 
@@ -90,9 +91,9 @@ def uneven(rank: int, device_type: str) -> dict[str, Any]:
 
 def parallel_styles(rank: int, device_type: str, model: str) -> dict[str, str]:
     """Forward and gradients of part of a Llama, sequence parallel, against the whole of it in float32."""
-    sizes, device = _sizes(device_type), torch.device(device_type)
+    sizes, device = SIZES[device_type], torch.device(device_type)
     torch.manual_seed(0)
-    module = _shared(model, sizes, device).to(DTYPE)
+    module = styled(model, sizes, device).to(DTYPE)
     torch.manual_seed(0)
     plain = MODELS[model](sizes, GROUP_SIZE).to(device)
     shape = (sizes.batch, sizes.tokens * GROUP_SIZE, sizes.hidden)
@@ -110,7 +111,7 @@ def parallel_styles(rank: int, device_type: str, model: str) -> dict[str, str]:
 
 def training(rank: int, device_type: str) -> dict[str, Any]:
     """Steps of SGD of a small Llama, its layers under the parallel styles, against the same in one process."""
-    sizes, device = _sizes(device_type), torch.device(device_type)
+    sizes, device = SIZES[device_type], torch.device(device_type)
     shared, plain = (_llama(sizes, device, sharded) for sharded in (True, False))
     tokens = torch.randint(VOCABULARY, (sizes.batch, GROUP_SIZE * sizes.tokens + 1)).to(device)
     starts = [each.detach().clone() for each in plain.parameters()]
@@ -128,18 +129,9 @@ def training(rank: int, device_type: str) -> dict[str, Any]:
     return {"losses": losses, "layers": fusedcomm.parallel.explain_layers(shared)}
 
 
-def _sizes(device_type: str) -> Sizes:
-    return Sizes() if device_type == "cuda" else Sizes(1, 8, 32, 1, 16, 32)
-
-
-def _shared(model: str, sizes: Sizes, device: torch.device) -> nn.Module:
-    """All ranks make the same weights, so nobody sends them (src_data_rank)."""
-    return styled(model, sizes, fusedcomm.parallel, device, src_data_rank=None)
-
-
 def _llama(sizes: Sizes, device: torch.device, sharded: bool) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [_shared("layer", sizes, device) if sharded else Layer(sizes, GROUP_SIZE) for _ in range(LAYERS)]
+    layers = [styled("layer", sizes, device) if sharded else Layer(sizes, GROUP_SIZE) for _ in range(LAYERS)]
     ends = nn.Embedding(VOCABULARY, sizes.hidden), nn.Linear(sizes.hidden, VOCABULARY, bias=False)
     return nn.Sequential(ends[0], *layers, ends[1]).to(device)
 

@@ -1,7 +1,8 @@
-"""A layer as Llama has it, whole or under the tensor parallel styles of torch or of this package."""
+"""A layer as Llama has it, whole or under this package's tensor parallel styles."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
+
+from fusedcomm import parallel
 
 
 @dataclass(frozen=True)
@@ -65,28 +68,27 @@ class Layer(nn.Module):
 MODELS: dict[str, Callable[[Sizes, int], nn.Module]] = {"mlp": FeedForward, "layer": Layer}
 
 
-def styled(model: str, sizes: Sizes, styles: Any, device: torch.device, **options: Any) -> nn.Module:
-    """The plan of PyTorch's tensor parallel examples. ``options``: parallelize_module's."""
+def styled(model: str, sizes: Sizes, device: torch.device) -> nn.Module:
+    """The plan of PyTorch's tensor parallel examples. All ranks make the same weights, so nobody sends them."""
+    apply: Any = partial(parallel.parallelize_module, src_data_rank=None)
     prepare = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     mlp = {
-        "w1": styles.ColwiseParallel(),
-        "w3": styles.ColwiseParallel(),
-        "w2": styles.RowwiseParallel(output_layouts=Shard(1)),
+        "w1": parallel.ColwiseParallel(),
+        "w3": parallel.ColwiseParallel(),
+        "w2": parallel.RowwiseParallel(output_layouts=Shard(1)),
     }
-    module, mesh = (
-        MODELS[model](sizes, dist.get_world_size()).to(device),
-        init_device_mesh(device.type, (dist.get_world_size(),)),
-    )
+    module = MODELS[model](sizes, dist.get_world_size()).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if model == "mlp":
-        styles.parallelize_module(module, mesh, styles.PrepareModuleInput(**prepare), **options)
-        return styles.parallelize_module(module, mesh, mlp, **options)
+        apply(module, mesh, parallel.PrepareModuleInput(**prepare))
+        return apply(module, mesh, mlp)
     plan = {
-        "attention_norm": styles.SequenceParallel(),
-        "attention": styles.PrepareModuleInput(**prepare),
-        **{f"attention.w{each}": styles.ColwiseParallel() for each in "qkv"},
-        "attention.wo": styles.RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": styles.SequenceParallel(),
-        "feed_forward": styles.PrepareModuleInput(**prepare),
+        "attention_norm": parallel.SequenceParallel(),
+        "attention": parallel.PrepareModuleInput(**prepare),
+        **{f"attention.w{each}": parallel.ColwiseParallel() for each in "qkv"},
+        "attention.wo": parallel.RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": parallel.SequenceParallel(),
+        "feed_forward": parallel.PrepareModuleInput(**prepare),
         **{f"feed_forward.{name}": style for name, style in mlp.items()},
     }
-    return styles.parallelize_module(module, mesh, plan, **options)
+    return apply(module, mesh, plan)
