@@ -12,10 +12,10 @@ import fusedcomm
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import GpuCall, assert_equal, first_calls, refill
 from fusedcomm.bench.gpu_check.pools import Pools
+from fusedcomm.bench.gpu_check.virtual_ranks import NUM_CALLS, REPLAYS, VirtualCall
 from fusedcomm.bench.measure import captured
 
 GROUP_SIZE, DTYPE = 2, torch.bfloat16
-NUM_CALLS, REPLAYS = 3, 5
 EPS = 1e-6
 
 
@@ -26,18 +26,22 @@ def cases(device: torch.device) -> child.Cases:
 
 
 def graph_of(rank: int, device_type: str, call: GpuCall) -> dict[str, Any]:
-    """Public calls of an op, captured once and replayed with new inputs."""
+    with fusedcomm.force_algorithm(call.algorithm, strict=True):
+        return check_replays(rank, device_type, call)
+
+
+def check_replays(rank: int, device_type: str, call: VirtualCall) -> dict[str, Any]:
+    """Public calls, captured once and replayed with new inputs."""
     device = torch.device(device_type)
     inputs = [call.inputs(device, seed)[rank] for seed in range(NUM_CALLS)]
-    with fusedcomm.force_algorithm(call.algorithm, strict=True):
-        replay = _captured(lambda: [call.case.call(each) for each in inputs], device_type)
-        for number in range(REPLAYS):
-            fresh = [call.inputs(device, 10 * number + i) for i in range(NUM_CALLS)]
-            refill(inputs, [every[rank] for every in fresh])
-            results = replay()
-            fusedcomm.synchronize()
-            for i, (outs, every) in enumerate(zip(results, fresh, strict=True)):
-                assert_equal(outs, call.expected(every)[rank], f"{call} rank {rank} replay {number} call {i}")
+    replay = _captured(lambda: [call.public(each) for each in inputs], device_type)
+    for number in range(REPLAYS):
+        fresh = [call.inputs(device, 10 * number + i) for i in range(NUM_CALLS)]
+        refill(inputs, [every[rank] for every in fresh])
+        results = replay()
+        fusedcomm.synchronize()
+        for i, (outs, every) in enumerate(zip(results, fresh, strict=True)):
+            assert_equal(outs, call.expected(every)[rank], f"{call} rank {rank} replay {number} call {i}")
     return {"calls_in_graph": NUM_CALLS, "replays": REPLAYS}
 
 

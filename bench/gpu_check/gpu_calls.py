@@ -117,21 +117,6 @@ class GpuCase:
         biases = [i.biases[0] for i in every]
         return [[t if bias is None else t + bias] for t, bias in zip(totals, biases, strict=True)]
 
-    def call(self, inputs: GpuInputs) -> list[Tensor]:
-        """Call the op as users do."""
-        outs = getattr(fusedcomm, self.op)(**self.options(inputs))
-        return outs if isinstance(outs, list) else [outs]
-
-    def options(self, inputs: GpuInputs) -> dict[str, Any]:
-        """The arguments of the public op."""
-        x, ws, biases = inputs
-        if not table.OPS[self.op].takes_lists:
-            (ws,), (biases,) = ws, biases
-        known = {**vars(self), "x": x, "w": ws, "bias": biases}
-        return {
-            name: known[name] for name in inspect.signature(getattr(fusedcomm, self.op)).parameters if name in known
-        }
-
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     y = torch.matmul(x, w)
@@ -231,6 +216,21 @@ class GpuCall(NamedTuple):
         exact = pytree.tree_map_only(Tensor, Tensor.float, every)
         outs = self.case.program(exact, rounded, rounded if self.algorithm == "unfused" else _as_it_is)
         return [[t.to(self.dtype) for t in each] for each in outs]
+
+    def public(self, inputs: GpuInputs) -> list[Tensor]:
+        """Call the op as users do."""
+        outs = getattr(fusedcomm, self.op)(**self.options(inputs))
+        return outs if isinstance(outs, list) else [outs]
+
+    def options(self, inputs: GpuInputs) -> dict[str, Any]:
+        """The arguments of the public op."""
+        x, ws, biases = inputs
+        if not table.OPS[self.op].takes_lists:
+            (ws,), (biases,) = ws, biases
+        known = {**vars(self.case), "x": x, "w": ws, "bias": biases}
+        return {
+            name: known[name] for name in inspect.signature(getattr(fusedcomm, self.op)).parameters if name in known
+        }
 
     def arguments(self, inputs: GpuInputs, group_name: str = "") -> Arguments:
         case = self.case

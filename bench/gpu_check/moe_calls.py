@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import fusedcomm
 from fusedcomm.bench.gpu_check import child
+from fusedcomm.bench.gpu_check.captured import check_replays
 from fusedcomm.bench.gpu_check.device_clock import interleaved
-from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal, refill
+from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
 from fusedcomm.bench.gpu_check.pools import Pools
 from fusedcomm.bench.gpu_check.virtual_ranks import check_absent, check_graph
 from fusedcomm.memory.workspace import Workspace
@@ -98,6 +99,13 @@ class Moe(NamedTuple):
         rows, packed = self.dispatch(workspace, inputs)
         return [rows, self.combine(workspace, rows, packed, inputs[2])]
 
+    def public(self, inputs: Inputs) -> list[Tensor]:
+        """As users do it."""
+        x, ids, scores = inputs
+        more = {"alignment": self.alignment}
+        rows, _, routing = fusedcomm.moe_dispatch(x, ids.view(-1, self.k), self.num_experts, self.capacity, **more)
+        return [rows, fusedcomm.moe_combine(rows, routing, scores)]
+
     def expected(self, every: list[Inputs]) -> list[list[Tensor]]:
         """Every rank's rows, sums, and which of its choices [T, k] have a row, by a loop over the choices."""
         wanted: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]  # by expert: (rank, choice)
@@ -165,14 +173,6 @@ def never_waiting(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def call(moe: Moe, inputs: Inputs) -> list[Tensor]:
-    """As users do it."""
-    x, ids, scores = inputs
-    more = {"alignment": moe.alignment}
-    rows, _, routing = fusedcomm.moe_dispatch(x, ids.view(-1, moe.k), moe.num_experts, moe.capacity, **more)
-    return [rows, fusedcomm.moe_combine(rows, routing, scores)]
-
-
 def of_users(rank: int, device_type: str, moe: Moe, algorithm: str | None) -> dict[str, Any]:
     """Values and gradients; and of a graph with other routings."""
     device = torch.device(device_type)
@@ -182,14 +182,14 @@ def of_users(rank: int, device_type: str, moe: Moe, algorithm: str | None) -> di
             x, _, scores = (each.requires_grad_(each.is_floating_point()) for each in every[rank])
             g = moe.inputs(device, 50 + seed)[rank][0]
             with never_waiting(device) if seed else nullcontext():  # the first call proves, allocates and loads
-                outs = call(moe, every[rank])
+                outs = moe.public(every[rank])
                 grads = torch.autograd.grad(outs[1], (x, scores), g)
             fusedcomm.synchronize()
             *want, kept = moe.expected(every)[rank]
             want += [(kept * scores).sum(1, keepdim=True).to(g.dtype) * g, kept * (x.double() * g).sum(1, keepdim=True)]
             assert_equal([*outs, *grads], want, f"{moe} {algorithm} rank {rank} call {seed}")
         _beside(moe, device, rank)
-        return {"calls": TIMES} | (_captured(moe, device, rank) if device.type == "cuda" else {})
+        return {"calls": TIMES} | (check_replays(rank, device_type, moe) if device.type == "cuda" else {})
 
 
 def _beside(moe: Moe, device: torch.device, rank: int) -> None:
@@ -205,21 +205,6 @@ def _beside(moe: Moe, device: torch.device, rank: int) -> None:
         y = y if layer.shared_expert else y + shared(x)
         results.append([y, *torch.autograd.grad(y.sum(), wanted)])
     assert_equal(*results, f"a shared expert, {moe} rank {rank}")
-
-
-def _captured(moe: Moe, device: torch.device, rank: int) -> dict[str, Any]:
-    inputs, captured = moe.inputs(device, 0)[rank], torch.cuda.CUDAGraph()
-    with fusedcomm.before_capture():
-        call(moe, inputs)
-    with torch.cuda.graph(captured):
-        outs = call(moe, inputs)
-    for seed in range(TIMES):
-        every = moe.inputs(device, 10 + seed)
-        refill(inputs, every[rank])
-        captured.replay()
-        fusedcomm.synchronize()
-        assert_equal(outs, moe.expected(every)[rank], f"{moe} replay {seed}, rank {rank}")
-    return {"replays": TIMES}
 
 
 LARGE = Moe(1, torch.bfloat16, 8192, 4096, 64, 8, 65536)

@@ -97,14 +97,14 @@ def values(rank: int, device_type: str, call: GpuCall) -> dict[str, Any]:
     with forced(algorithm):
         for seed in range(TIMES):
             every = call.inputs(device, seed)
-            outs = case.call(every[rank])
+            outs = call.public(every[rank])
             fusedcomm.synchronize()
             assert_equal(outs, call.expected(every)[rank], f"{case} {algorithm} rank {rank} call {seed}")
         if algorithm != "planned":
             in_python = TIMES - (0 if native is None else len(native.recorded_calls()))
             assert in_python <= IN_PYTHON or not runs_natively(algorithm, device), f"{in_python} calls ran in Python"
             return {"calls": TIMES, "in_python": in_python}
-        return {"calls": TIMES, "plan": proved(fusedcomm.explain(case.op, **case.options(every[rank])))}
+        return {"calls": TIMES, "plan": proved(fusedcomm.explain(case.op, **call.options(every[rank])))}
 
 
 def forced(algorithm: str) -> Any:
@@ -141,7 +141,7 @@ def backward(rank: int, device_type: str, call: GpuCall) -> dict[str, float]:
     weight = weights[rank if len(weights) > 1 else 0]
     with forced(call.algorithm):
         for _ in range(TIMES):
-            got = torch.autograd.grad((call.case.call(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
+            got = torch.autograd.grad((call.public(own)[0].float() * weight).sum(), [own.x, own.ws[0]])
         fusedcomm.synchronize()
     errors = {}
     for name, one, other in zip("xw", got, want, strict=True):
@@ -174,7 +174,7 @@ def differing(rank: int, device_type: str) -> dict[str, Any]:
     other = call._replace(case=replace(call.case, n=(call.case.n[0] + 16 * rank,)))
     try:
         with fusedcomm.force_algorithm("fused", strict=True):
-            other.case.call(other.inputs(torch.device(device_type), 0)[rank])
+            other.public(other.inputs(torch.device(device_type), 0)[rank])
             fusedcomm.synchronize()
     except fusedcomm.PeerMismatchError as error:
         text = str(error)
@@ -195,7 +195,7 @@ def exact_call(rank: int, device_type: str) -> None:
     call = call_of_all(device_type)
     every = call.inputs(torch.device(device_type), 0)
     with forced(call.algorithm):
-        outs = call.case.call(every[rank])
+        outs = call.public(every[rank])
         fusedcomm.synchronize()
     assert_equal(outs, call.expected(every)[rank], f"{call.case} rank {rank}")
 
@@ -207,7 +207,7 @@ def lone_call(rank: int, device_type: str) -> float:
     start = time.monotonic()
     try:
         with forced(call.algorithm):
-            outs = call.case.call(inputs)
+            outs = call.public(inputs)
             fusedcomm.synchronize()
     except fusedcomm.PeerTimeoutError as error:
         assert error.peers == [call.group_size - 1], error.peers
