@@ -76,13 +76,12 @@ class MoveProblem(KernelProblem):
 
 
 def cases(device: torch.device) -> child.Cases:
-    shapes = SHAPES if device.type == "cuda" else [TINY]
-    matmuls: list[child.Cases] = [
-        {f"{name} {shape.name}": partial(_matmul, shape, kernel, device) for name, kernel in MATMULS.items()}
-        for shape in shapes
-    ]
-    moves: child.Cases = {name: partial(_move, kernel, device) for name, kernel in MOVES.items()}
-    return matmuls[0] | moves | {name: case for each in matmuls[1:] for name, case in each.items()}
+    matmuls: child.Cases = {
+        f"{name} {shape.name}": partial(_matmul, shape, kernel, device)
+        for shape in (SHAPES if device.type == "cuda" else [TINY])
+        for name, kernel in MATMULS.items()
+    }
+    return matmuls | {name: partial(_move, kernel, device) for name, kernel in MOVES.items()}
 
 
 def jobs() -> Iterator[tuple[str, Callable[[], None]]]:

@@ -18,6 +18,7 @@ from fusedcomm.bench.gpu_check.kernel_speed import SHAPES, TINY, KernelProblem, 
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import table
 from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.whole_group import WholeGroup
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry import packed_gathers, shapes
@@ -113,23 +114,17 @@ KERNELS: dict[str, Callable[..., KernelProblem]] = {"push": push, "gather": gath
 
 def jobs() -> Iterator[tuple[str, Callable[[], None]]]:
     """Every launch of a kernel by itself, on tensors without memory."""
-    for name, kernel in KERNELS.items():
-        for shape, recipe, dtype, fast in itertools.product(
-            _shapes(True), RECIPES, (torch.float32, DTYPE), (False, True)
-        ):
-            launch = partial(_launch, kernel, shape, recipe, dtype, fast, torch.device("meta"))
-            yield f"{name} {shape.name}, {recipe.x.name}, {dtype}" + ", fast" * fast, launch
+    every = itertools.product(KERNELS, _shapes(True), RECIPES, (torch.float32, DTYPE), (False, True))
+    for name, shape, recipe, dtype, fast in every:
+        of = shape.m, shape.k, shape.n, recipe, torch.device("meta")
+        yield (
+            f"{name} {shape.name}, {recipe.x.name}, {dtype}" + ", fast" * fast,
+            partial(_launch, name, of, dtype, fast),
+        )
 
 
-def _launch(
-    kernel: Callable[..., KernelProblem],
-    shape: MatmulShape,
-    recipe: Recipe,
-    dtype: torch.dtype,
-    fast: bool,
-    device: torch.device,
-) -> None:
-    kernel(pair(shape.m, shape.k, shape.n, recipe, device), dtype, fast).run()
+def _launch(name: str, of: tuple[Any, ...], dtype: torch.dtype, fast: bool) -> None:
+    KERNELS[name](pair(*of), dtype, fast).run()
 
 
 def _shapes(cuda: bool) -> list[MatmulShape]:
@@ -143,28 +138,23 @@ def cases(device: torch.device) -> child.Cases:
         for op, of_op in DIMS.items()
         for dims, recipe in itertools.product(of_op, RECIPES)
     }
+    every = itertools.product(_shapes(cuda), RECIPES, (False, True), KERNELS)
     return values | {
-        f"{name} {shape.name}, {recipe.x.name}" + ", fast" * fast: partial(
-            _compare, kernel, shape, recipe, fast, device
-        )
-        for shape, recipe, fast, (name, kernel) in itertools.product(
-            _shapes(cuda), RECIPES, (False, True), KERNELS.items()
-        )
+        f"{name} {shape.name}, {recipe.x.name}" + ", fast" * fast: partial(_compare, name, shape, recipe, fast, device)
+        for shape, recipe, fast, name in every
         if not (fast and recipe.x.k)
     }
 
 
-def _compare(
-    kernel: Callable[..., KernelProblem], shape: MatmulShape, recipe: Recipe, fast: bool, device: torch.device
-) -> dict[str, Any]:
+def _compare(name: str, shape: MatmulShape, recipe: Recipe, fast: bool, device: torch.device) -> dict[str, Any]:
     """Values in float32; times of a bfloat16 result, and torch's, for block-wise scales with one scale in all."""
     of = pair(shape.m, shape.k, shape.n, recipe, device)
-    problem, exact = kernel(of, torch.float32, fast), (of.x.exact @ of.w.exact.mT).float()
+    problem, exact = KERNELS[name](of, torch.float32, fast), (of.x.exact @ of.w.exact.mT).float()
     problem.run()
     problem.workspace.check("scaled matmul")
     error = ((problem.out - exact).norm() / exact.norm()).item()
     assert error < 1e-3 * fast or torch.equal(problem.out, exact), f"{shape.name} {recipe.x.name}: error {error}"
-    problem = kernel(of, DTYPE, fast)
+    problem = KERNELS[name](of, DTYPE, fast)
     scales = of.x.scale, of.scale_w
     if recipe.x.k:
         scales = (torch.ones(1, device=device),) * 2
@@ -179,36 +169,32 @@ def check(op: str, dims: tuple[int, ...], recipe: Recipe, device: torch.device) 
     spec, gathers_k = table.OPS[op], op in ("scaled_all_to_all_matmul", "scaled_all_gather_matmul") and dims[0] == 1
     local = [pair(m, k // size if gathers_k else k, n, recipe, device, rank) for rank in range(size)]
     whole = [pair(m, k, n, recipe, device, 10 + rank) for rank in range(size)] if spec.gathers else local
-    group_name = ""
-
-    def arguments(rank: int) -> Arguments:
-        x, w = local[rank].x, whole[rank].w.values.mT
-        gather, scatter = (dims[0], dims[-1]) if spec.gathers or len(dims) > 1 else (0, dims[0] if dims else 0)
-        scale_w = whole[rank].scale_w
-        made = Arguments(x.values, [w], [None], size, group_name, gather_dim=gather, scatter_dim=scatter)
-        return made._replace(scale_x=x.scale, scale_w=[scale_w] if spec.takes_lists else scale_w, out_dtype=DTYPE)
-
-    exchange = spec.exchange_of(arguments(0))
-    sent = spec.sent_dtype(arguments(0)).itemsize
+    program = whole_group(op.removeprefix("scaled_"), dims[0] if dims else 0, dims[-1] if dims else 0)
+    facts: Any = {"gather_dim": program.gather_dim or 0, "scatter_dim": program.scatter_dim or 0, "out_dtype": DTYPE}
+    every = []
+    for x, w in zip(local, whole, strict=True):
+        args = Arguments(x.x.values, [w.w.values.mT], [None], size, f"virtual {size}", scale_x=x.x.scale, **facts)
+        every.append(args._replace(scale_w=[w.scale_w] if spec.takes_lists else w.scale_w))
+    exchange, sent = spec.exchange_of(every[0]), spec.sent_dtype(every[0]).itemsize
     group = VirtualGroup(size, max(128, exchange.chunk_numel * sent * size), device)
 
     def run(workspace: Workspace, args: Arguments) -> list[Tensor]:
-        return run_op(op, "fused", exchange, workspace, args._replace(group_name=workspace.group_name), FINGERPRINT)
+        return run_op(op, "fused", exchange, workspace, args, FINGERPRINT)
 
-    group.load(lambda workspace: run(workspace, arguments(0)), FINGERPRINT)
-    results = group.run(run, [arguments(rank) for rank in range(size)])
+    group.load(lambda workspace: run(workspace, every[0]), FINGERPRINT)
+    results = group.run(run, every)
     group.check(op)
-    for rank, result in enumerate(results):
-        assert_equal(result[:1], [_expected(op, dims, local, whole, rank)], f"{op} rank {rank}")
+    for rank, (result, expected) in enumerate(zip(results, _expected(program, local, whole), strict=True)):
+        assert_equal(result[:1], [expected], f"{op} rank {rank}")
     return {"calls": size}
 
 
-def _expected(op: str, dims: tuple[int, ...], local: list[Pair], whole: list[Pair], rank: int) -> Tensor:
-    program = whole_group(op.removeprefix("scaled_"), dims[0] if dims else 0, dims[-1] if dims else 0)
+def _expected(program: WholeGroup, local: list[Pair], whole: list[Pair]) -> list[Tensor]:
     if program.gathers:
-        return (program.exchanged([each.x.exact for each in local])[rank] @ whole[rank].w.exact.mT).to(DTYPE)
+        xs = program.exchanged([each.x.exact for each in local])
+        return [(x @ each.w.exact.mT).to(DTYPE) for x, each in zip(xs, whole, strict=True)]
     ys = [(each.x.exact @ each.w.exact.mT).to(DTYPE).double() for each in local]  # sums are of rounded results
-    return program.exchanged(ys)[rank].to(DTYPE)
+    return [y.to(DTYPE) for y in program.exchanged(ys)]
 
 
 if __name__ == "__main__":

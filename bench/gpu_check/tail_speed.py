@@ -3,8 +3,7 @@ the all_reduce; and of a training step, by reduce_scatter. Ranks are virtual, so
 has its share of the SMs.
 """
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -30,43 +29,36 @@ CALLS = 16  # in a graph
 Graphs = list[Callable[[], Any]]
 
 
+def tails(cuda: bool) -> dict[str, tuple[int, int, str]]:
+    """By name: rows, ranks, and the op in front of the norm."""
+    if not cuda:
+        return {"1 rows R=1": (1, 1, "matmul_all_reduce"), "16 scattered R=1": (16, 1, "matmul_reduce_scatter")}
+    reduced = {f"{rows} rows R={size}": (rows, size, "matmul_all_reduce") for size in GROUP_SIZES for rows in ROWS}
+    return reduced | {f"{rows} scattered R=2": (rows, 2, "matmul_reduce_scatter") for rows in SCATTERED}
+
+
 def cases(device: torch.device) -> child.Cases:
-    found = {
-        f"{rows} rows R={size}": partial(compare, rows, size, device)
-        for size in (GROUP_SIZES if device.type == "cuda" else (1,))
-        for rows in ROWS[: None if device.type == "cuda" else 1]
-    }
-    for rows, size in itertools.product(SCATTERED, [2]) if device.type == "cuda" else [(16, 1)]:
-        found[f"{rows} scattered R={size}"] = partial(compare, rows, size, device, "matmul_reduce_scatter")
-    return found
+    return {name: partial(compare, device, *tail) for name, tail in tails(device.type == "cuda").items()}
 
 
-def jobs() -> Any:
-    for size in GROUP_SIZES:
-        for rows in ROWS:
-            yield f"tail of {rows} rows R={size}", partial(loaded, rows, size, torch.device("meta"))
-    for rows in SCATTERED:
-        meta = torch.device("meta")
-        yield f"scattered tail of {rows} rows", partial(loaded, rows, 2, meta, "matmul_reduce_scatter")
+def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for name, tail in tails(cuda=True).items():
+        yield f"tail of {name}", partial(loaded, torch.device("meta"), *tail)
 
 
-def calls_of(rows: int, size: int, device: torch.device, op: str = "matmul_all_reduce") -> list[proof.Call]:
-    """The call of each rank: one-shot, or with ``rows`` of the result on each."""
+def loaded(device: torch.device, rows: int, size: int, op: str) -> tuple[VirtualGroup, list[proof.Call]]:
+    """A group, and the call of each rank: one-shot, or with ``rows`` of the result on each."""
     k, hidden = (K, HIDDEN) if device.type != "cpu" else (16, 16)
     problem = NormProblem(PROGRAMS[op], MatmulSize(rows, k, hidden), size)
-    return [proof.calls_of(problem, rank, DTYPE, device, f"virtual {size}")[0] for rank in range(size)]
-
-
-def loaded(rows: int, size: int, device: torch.device, *op: str) -> tuple[VirtualGroup, list[proof.Call]]:
-    calls = calls_of(rows, size, device, *op)
+    calls = [proof.calls_of(problem, rank, DTYPE, device, f"virtual {size}")[0] for rank in range(size)]
     group = VirtualGroup(size, max(128, calls[0].operands[3].numel() * DTYPE.itemsize * size), device)
     group.load(partial(_fused, call=calls[0]), FINGERPRINT)
     return group, calls
 
 
-def compare(rows: int, size: int, device: torch.device, *op: str) -> dict[str, Any]:
+def compare(device: torch.device, *tail: Any) -> dict[str, Any]:
     """Microseconds of one of many calls in a row, all ranks at once."""
-    group, calls = loaded(rows, size, device, *op)
+    group, calls = loaded(device, *tail)
     programs: dict[str, Callable[[Workspace, proof.Call], Any]] = {
         "matmul": lambda _, call: call.operands[0] @ call.operands[1],
         "local": lambda _, call: _local(*call.operands[:5]),
