@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 OLD_TRITON := $(VENV)/triton-3.6
 OP ?= ops
-BENCH_ulysses_block := python -m fusedcomm.bench.ulysses_block
 BENCH_start_program := python -m fusedcomm.bench.start_program
 NATIVE_SOURCES := setup.py build_backend.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 
@@ -25,8 +24,7 @@ help:
 	@echo "make wheel  dist/*.whl, with the native part for this Python and this release of torch if there is a C++ compiler,"
 	@echo "            and the sources; make wheels TORCH=\"2.13.0 2.15.0\" PYTHON=\"python3.11 python3.12\": one for each"
 	@echo "make bench  speed of each op against its baseline and its roof, on 2 CPU ranks: fusedcomm bench, OP=matmul_all_to_all"
-	@echo "            for one; OP=ulysses_block, a whole block, forward and backward; OP=start_program, under torch.compile;"
-	@echo "            BENCH_ARGS=--help has the options"
+	@echo "            for one; OP=start_program, a program under torch.compile; BENCH_ARGS=--help has the options"
 	@echo "make figures  the figures of docs/benchmark.md and others, into bench/results; 20 minutes of a machine that does nothing else"
 	@echo "make results  bench/results.csv, a line per measured figure of bench/results"
 	@echo "make host-cost  what a call costs the host of a GPU, in instructions, and what the streams are given; without a GPU,"
@@ -98,7 +96,6 @@ figures: setup
 	rm -rf $(VENV)/figures
 	$(BIN)/fusedcomm bench ops --dtype float32 bfloat16 --json $(RESULTS)-ops.json
 	$(BIN)/fusedcomm bench overhead --json $(RESULTS)-overhead.json
-	$(BIN)/python -m fusedcomm.bench.ulysses_block --rounds 81 --json $(RESULTS)-ulysses-block.json
 	$(BIN)/python -m fusedcomm.bench.start_program --json $(RESULTS)-compile.json
 	$(BIN)/fusedcomm tune --json $(RESULTS)-tune.json
 	$(MAKE) results

@@ -1,9 +1,5 @@
-"""The common part of the benches in this folder: options, ratios within rounds, goals, the time of a small call, and
-the run from ranks to a table and JSON.
-
-On a CPU there are two settings, and a figure names its own. By default torch takes memory in 4 KiB pages, while
-fusedcomm's ops ask for huge pages for their results: part of the speed-up is page faults saved, and an op can be faster
-than its roof. With --huge-pages torch asks for them too (THP_MEM_ALLOC_ENABLE=1): the rest is the gain of overlap.
+"""The common part of the benches in this folder: options, ratios within rounds, the time of a small call, and the run
+from ranks to a table and JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ import argparse
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,35 +26,11 @@ from fusedcomm.launch.ranks import RankError
 from fusedcomm.machine import cpu_name
 
 MOST_CALLS, MEASURED_BYTES = 64, 8 << 20  # back to back: ranks leave a barrier further apart than small calls take
-DTYPE_COLUMN = Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True)
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A figure and its bound. Without one it is only reported."""
-
-    name: str
-    value: float
-    bound: str | None = None
-    met: bool | None = None
-
-    def __str__(self) -> str:
-        text = f"{self.name:40s}{self.value:6.2f}"
-        return text if self.bound is None else f"{text}   goal on CPU {self.bound}: {'' if self.met else 'not '}met"
-
-
-def at_least(name: str, value: float, bound: float) -> Goal:
-    return Goal(name, value, f">= {bound}", value >= bound)
-
-
-def draws(rounds: int) -> Tensor:
-    """1000 draws of a run's rounds, with replacement, for the error of a statistic (the bootstrap)."""
-    return torch.randint(rounds, (1000, rounds), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of the ratios within a round, and an interval: P10 and P90 of single rounds, or one of the median."""
+    """The median of the ratios within a round, and their P10 and P90."""
 
     median: float
     low: float
@@ -71,10 +43,6 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} .. {self.high:.2f})"
-
-
-def ms(seconds: float, digits: int = 1) -> str:
-    return f"{seconds * 1e3:.{digits}f}"
 
 
 def us(seconds: float) -> str:
@@ -118,44 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("flo
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
 
 
-def parse(argv: Sequence[str] | None, sizes: type, rounds: int) -> argparse.Namespace:
-    """The options of a bench; the fields of dataclass ``sizes`` are options too."""
-    parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
-    for field in fields(sizes):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    add_arguments(parser, ("float32", "bfloat16"), rounds)
-    parser.add_argument("--huge-pages", action="store_true", help="torch asks for them as fusedcomm does; on CPU")
-    args = parser.parse_args(argv)
-    if args.huge_pages and (args.device or world.default_device_type()) == "cuda":
-        parser.error("--huge-pages is for CPU ranks, and this bench takes the GPUs")
-    if args.huge_pages and world.under_torchrun() and not world.torch_asks_for_huge_pages():
-        parser.error("--huge-pages under torchrun: start torchrun with THP_MEM_ALLOC_ENABLE=1")
-    args.sizes = sizes(**{field.name: getattr(args, field.name) for field in fields(sizes)})
-    return args
-
-
-def run(
-    name: str,
-    args: argparse.Namespace,
-    measure: Callable[..., Any],
-    columns: Sequence[Column],
-    goals_of: Callable[[Any], list[Goal]],
-) -> int:
-    """A row for each dtype, its goals, and in what pages."""
-    huge_pages = args.huge_pages or world.torch_asks_for_huge_pages()
-    if world.is_rank_0():
-        print(args.sizes, _pages(huge_pages), sep="\n", flush=True)
-
-    def end(rows: list[Any]) -> dict[str, Any]:
-        goals = [goal for row in rows for goal in goals_of(row)]
-        print(*goals, sep="\n")
-        facts = {"bench": name, "sizes": asdict(args.sizes), "huge_pages": huge_pages}
-        return facts | {"goals": [asdict(goal) for goal in goals]}
-
-    env = world.HUGE_PAGES if args.huge_pages else {}
-    return run_cases(name, args, measure, [(args.sizes, dtype) for dtype in args.dtype], columns, end, env)
-
-
 def run_cases(
     name: str,
     args: argparse.Namespace,
@@ -163,7 +93,6 @@ def run_cases(
     cases: Sequence[Sequence[Any]],
     columns: Sequence[Column],
     end: Callable[[list[Any]], dict[str, Any]] = lambda rows: {},
-    env: Mapping[str, str] = trace.QUIET,
 ) -> int:
     """A row, or rows, of each case by ``measure(rank, *case, device_type, rounds)`` in all ranks; a table and JSON.
 
@@ -179,7 +108,7 @@ def run_cases(
     processor = torch.cuda.get_device_name() if device_type == "cuda" else cpu_name()
     try:
         with (
-            world.ranks(device_type, world_size, 3600, env) as call,
+            world.ranks(device_type, world_size, 3600, trace.QUIET) as call,
             tabulated(columns, rows, len(cases), f"{world_size} ranks, {processor}") as add,
         ):
             for case in cases:
@@ -192,8 +121,3 @@ def run_cases(
         if args.json:
             console.write_json(args.json, run_facts() | facts | {"rows": [report(row) for row in rows]})
     return 0
-
-
-def _pages(huge_pages: bool) -> str:
-    setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
-    return f"pages of CPUs: {setting} (transparent_hugepage: {world.system_huge_pages()})"

@@ -17,22 +17,25 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 import fusedcomm
+from fusedcomm import env
 from fusedcomm.bench import common
 from fusedcomm.bench.common import us
 from fusedcomm.bench.op_bench import BASELINE, MATMULS, PROGRAMS, ROOF, OpData
-from fusedcomm.bench.rank_barrier import rank_barrier
 from fusedcomm.bench.timing import Timing, check_values, measure, repeated
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
-from fusedcomm.memory.group import resolve
+from fusedcomm.memory.group import process_group, resolve
 from fusedcomm.ops.whole_group import MatmulSize
+from fusedcomm.symm_mem import enable_cpu
 
 NAME = "bench overhead"
 SIZE = MatmulSize(4, 16, 8)  # sides that the ranks do not divide grow
@@ -106,10 +109,14 @@ class CallRow:
 
 
 class CallClock:
-    """Clocks of CPU ranks, which use them alike. The ranks leave ``barrier`` as far apart as it is slow."""
+    """Clocks of CPU ranks, which use them alike. Their barrier is that of symmetric memory, which waits as the ops do:
+    gloo's would take as long as some exchanges, and ranks leave a barrier as far apart as it is slow.
+    """
 
-    def __init__(self, barrier: Callable[[], None]) -> None:
-        self.barrier = barrier
+    def __init__(self) -> None:
+        enable_cpu()
+        handle = symm_mem.rendezvous(symm_mem.empty(1, device=CPU), process_group(None))
+        self.barrier = partial(handle.barrier, timeout_ms=max(1, int(env.timeout_s() * 1e3)))  # 0 would be no bound
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self._filled = torch.zeros(FILLED_BYTES // 4, device="cpu")
 
@@ -160,11 +167,11 @@ def measure_overhead(rank: int, op: str, direction: str, device_type: str, round
     bench, group_size = PROGRAMS[op], dist.get_world_size()
     size = bench.divisible(SIZE, group_size)
     data = OpData(bench, size, torch.float32, CPU, direction)
-    barrier = rank_barrier(CPU)
+    clock = CallClock()
     calls = op_calls(data)
     with_values = {name: calls[name].once for name in (BASELINE, *ALGORITHMS)}
     check_values({ROOF: calls[MM].once, **with_values}, data.check)
-    times = CallClock(barrier).measure(calls, rounds)
+    times = clock.measure(calls, rounds)
     facts = op, direction, size.rows, size.k, size.n, group_size
 
     def row_of(name: str, call: list[Timing]) -> CallRow:

@@ -1,7 +1,7 @@
 """The program that fusedcomm began with, unmodified, under torch.compile: with fusedcomm, and without.
 
-    python -m fusedcomm.bench.start_program [--huge-pages] [--json FILE] ...      2 CPU ranks of one thread
-    torchrun --nproc-per-node 8 -m fusedcomm.bench.start_program                  GPUs, NCCL
+    python -m fusedcomm.bench.start_program [--json FILE] ...           2 CPU ranks of one thread
+    torchrun --nproc-per-node 8 -m fusedcomm.bench.start_program        GPUs, NCCL
 
 roof      the matmuls alone
 plain     torch.compile(program, fullgraph=True)
@@ -11,16 +11,20 @@ compiled  the same as plain, in fusedcomm.compile.enabled()
 op        fusedcomm.matmul_all_to_all, called by hand and not compiled
 
 Each is compiled anew, with caches off. A ratio is the median of the ratios within a round, with their P10 and P90.
-bench/common.py explains the pages; a result is allocated by Inductor in compiled, by fusedcomm in op.
+
+By default torch takes CPU memory in 4 KiB pages, while fusedcomm's ops ask for huge pages for their results: part of
+the speed-up is page faults saved, and an op can be faster than its roof. With THP_MEM_ALLOC_ENABLE=1 torch asks for
+them too: the rest is the gain of overlap. A result is allocated by Inductor in compiled, by fusedcomm in op.
 """
 
+import argparse
 import contextlib
 import logging
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +35,7 @@ from torch import Tensor
 import fusedcomm
 import fusedcomm.compile
 from fusedcomm.bench import baselines, common
-from fusedcomm.bench.common import DTYPE_COLUMN, Goal, Ratio, at_least, ms
+from fusedcomm.bench.common import Ratio
 from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.timing import Timing, check_values, measure_rounds
 from fusedcomm.compile.reports import CompileReport
@@ -225,7 +229,7 @@ SPREAD = "median of the ratios within a round (P10 .. P90 of them)"
 
 
 def _time_column(name: str) -> Column:
-    return Column(f"{name}\nms", TIMES[name], lambda row: ms(row.times[name].median))
+    return Column(f"{name}\nms", TIMES[name], lambda row: f"{row.times[name].median * 1e3:.1f}")
 
 
 def _ratio_column(name: str, drop: int) -> Column:
@@ -233,7 +237,7 @@ def _ratio_column(name: str, drop: int) -> Column:
 
 
 COLUMNS = (
-    DTYPE_COLUMN,
+    Column("dtype", "the dtype of all tensors", lambda row: row.dtype, left=True),
     Column("fused", "pairs that became fused ops", lambda row: str(row.fused)),
     *map(_time_column, TIMED),
     *map(_ratio_column, RATIOS, (0, 2, 1, 3)),
@@ -258,6 +262,23 @@ def measure_program(rank: int, sizes: ProgramSizes, dtype: str, device_type: str
     )
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A figure and its bound."""
+
+    name: str
+    value: float
+    bound: str
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{self.name:40s}{self.value:6.2f}   goal on CPU {self.bound}: {'' if self.met else 'not '}met"
+
+
+def at_least(name: str, value: float, bound: float) -> Goal:
+    return Goal(name, value, f">= {bound}", value >= bound)
+
+
 def goals(row: ProgramRow) -> list[Goal]:
     return [
         at_least(f"plain/compiled, {row.dtype}", row.plain_over_compiled.median, FASTER),
@@ -266,7 +287,27 @@ def goals(row: ProgramRow) -> list[Goal]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return common.run("start_program", common.parse(argv, ProgramSizes, rounds=41), measure_program, COLUMNS, goals)
+    parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
+    for field in fields(ProgramSizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    common.add_arguments(parser, ("float32", "bfloat16"), rounds=41)
+    args = parser.parse_args(argv)
+    sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
+    huge_pages = world.torch_asks_for_huge_pages()
+
+    def end(rows: list[ProgramRow]) -> dict[str, Any]:
+        found = [goal for row in rows for goal in goals(row)]
+        print(*found, sep="\n")
+        facts = {"bench": "start_program", "sizes": asdict(sizes), "huge_pages": huge_pages}
+        return facts | {"goals": [asdict(goal) for goal in found]}
+
+    if world.is_rank_0():
+        setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
+        print(
+            sizes, f"pages of CPUs: {setting} (transparent_hugepage: {world.system_huge_pages()})", sep="\n", flush=True
+        )
+    cases = [(sizes, dtype) for dtype in args.dtype]
+    return common.run_cases("start_program", args, measure_program, cases, COLUMNS, end)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.bench import bench_moe, decode, overhead, start_program, ulysses_block
+from fusedcomm.bench import bench_moe, decode, overhead, start_program
 from fusedcomm.bench import bench_plain as plain
-from fusedcomm.bench.common import Goal
 from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_bench import PROGRAMS
 from fusedcomm.bench.overhead import CallRow, measure_overhead
@@ -276,34 +275,13 @@ def test_wrong_values_of_a_tail_are_found(rank: int, result: int) -> None:
         decode.measure_decode(rank, 2, 8, 4, "float32", "cpu", 1)
 
 
-# The benches of programs through their own main.
-ROUNDS = ("--rounds", "2")
-
-
-def report_of(bench: Any, options: Sequence[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
-    """A bench's file. All its goals are printed."""
-    file = folder / "bench.json"
-    assert bench.main([*options, "--json", str(file)]) == 0
-    report, printed = json.loads(file.read_text()), capsys.readouterr().out
-    assert report["goals"] and all(str(Goal(**goal)) in printed for goal in report["goals"])
-    return report
-
-
-@pytest.mark.usefixtures("shared_ranks")
-def test_the_bench_of_a_block_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--batch", "2", "--tokens", "6", "--hidden", "64", *ROUNDS]
-    report = report_of(ulysses_block, options, tmp_path, capsys)
-    assert report["rounds"] == 2 and report["versions"]["torch"]
-    assert [goal["value"] for goal in report["goals"]] == [row["gain"] for row in report["rows"]]
-
-
 def without_code() -> Any:
     """Inside, graphs are run op by op: Inductor's code takes long to compile."""
     compile_ = torch.compile
     return mock.patch.object(torch, "compile", lambda fn, **options: compile_(fn, backend=interpreted, **options))
 
 
-PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4")
+PROGRAM = ("--pairs", "2", "--tokens", "6", "--k", "8", "--n", "32", "--heads", "4", "--rounds", "2")
 
 
 def measure_an_interpreted_program(rank: int, *arguments: Any) -> start_program.ProgramRow:
@@ -317,7 +295,10 @@ def test_the_bench_of_the_start_program_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(start_program, "measure_program", measure_an_interpreted_program)
-    report = report_of(start_program, [*PROGRAM, *ROUNDS, "--dtype", "bfloat16"], tmp_path, capsys)
+    file = tmp_path / "program.json"
+    assert start_program.main([*PROGRAM, "--dtype", "bfloat16", "--json", str(file)]) == 0
+    report, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert report["goals"] and all(str(start_program.Goal(**goal)) in printed for goal in report["goals"])
     (row,) = report["rows"]
     assert row["fused"] == report["sizes"]["pairs"] == 2
     assert list(row["times"]) == ["roof", "plain", "exchange", "compiled", "op"]
