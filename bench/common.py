@@ -5,9 +5,7 @@ from ranks to a table and JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,25 +57,6 @@ def rounds_of_one(
     return {name: seconds / repeat for name, seconds in found.items()}
 
 
-@contextlib.contextmanager
-def tabulated(
-    columns: Sequence[Column], rows: list[Any], total: int, title: str = ""
-) -> Iterator[Callable[[Any], None]]:
-    """Print ``rows`` at the end, those before a failure too. Yields a function that adds a case's, ``total`` times."""
-    with console.progress(world.is_rank_0(), total, "measuring", "measured") as on_done:
-        done = itertools.count(1)
-
-        def add(found: list[Any]) -> None:
-            rows.extend(found)
-            on_done(next(done))
-
-        try:
-            yield add
-        finally:
-            if rows:
-                console.show(Table(columns, rows, title, "--json has them"))
-
-
 def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("float32",), rounds: int = 15) -> None:
     said = f"default: {' '.join(dtypes)}"
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(dtypes), help=said)
@@ -109,14 +88,18 @@ def run_cases(
     try:
         with (
             world.ranks(device_type, world_size, 3600, trace.QUIET) as call,
-            tabulated(columns, rows, len(cases), f"{world_size} ranks, {processor}") as add,
+            console.progress(world.is_rank_0(), len(cases), "measuring", "measured") as on_done,
         ):
-            for case in cases:
+            for done, case in enumerate(cases, 1):
                 found = call(measure, *case, device_type, args.rounds)
-                add(found if isinstance(found, list) else [] if found is None else [found])
+                rows += found if isinstance(found, list) else [] if found is None else [found]
+                on_done(done)
     except (ValuesDiffer, RankError) as error:
         return console.fail(name, world.message(error))
-    if rows:  # not in torchrun's other ranks
+    finally:
+        if rows:  # those before a failure too; none in torchrun's other ranks
+            console.show(Table(columns, rows, f"{world_size} ranks, {processor}"))
+    if rows:
         facts = {"timing": METHOD, "rounds": args.rounds} | end(rows)
         if args.json:
             console.write_json(args.json, run_facts() | facts | {"rows": [report(row) for row in rows]})
