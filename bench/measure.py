@@ -122,10 +122,7 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
     return [
         OpRow(
             op=op,
-            rows=size.rows,
-            k=size.k,
-            n=size.n,
-            batch=size.batch,
+            **asdict(size),
             dtype=dtype,
             direction=direction,
             algorithm=algorithm,

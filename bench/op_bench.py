@@ -25,15 +25,6 @@ MATMULS = {"forward": 1, "backward": 2, "both": 3}  # how many of one size a pas
 class OpBench(WholeGroup):
     """One op, and the program of today that it equals."""
 
-    @property
-    def k(self) -> tuple[int, ...]:
-        """Values of K. A push sends rows x N, much per flop if K is small; a gather rows x K, much if N is small."""
-        return (2048, 4096) if self.gathers else (256, 512, 1024, 2048)
-
-    @property
-    def n(self) -> tuple[int, ...]:
-        return (256, 512, 1024, 2048) if self.gathers else (2048, 4096)
-
     def collective(self, t: Tensor) -> Tensor:
         """Users' own exchange, with the layout copies that it needs; differentiable."""
         if self.kind == "all_reduce":
@@ -56,9 +47,12 @@ class OpBench(WholeGroup):
         return f"{self.kind}, matmul" if self.gathers else f"matmul, {self.kind}"
 
     def corners(self, scale: int = 1) -> list[tuple[int, int, int]]:
-        """(rows, K, N) of least and most flops per sent byte, of few rows and of rows that no tile divides."""
-        (k, *_, more_k), (n, *_, more_n) = self.k, self.n
+        """(rows, K, N) of least and most flops per sent byte, of few rows and of rows that no tile divides.
+
+        A push sends rows x N, much per flop if K is small; a gather rows x K, much if N is small.
+        """
         few, many = 512, 2500
+        k, more_k, n, more_n = (2048, 4096, 256, 2048) if self.gathers else (256, 2048, 2048, 4096)
         shapes = [(few, k, n), (few, more_k, more_n), (many, k, more_n), (many, more_k, n)]
         return [(rows * scale, k * scale, n * scale) for rows, k, n in shapes]
 

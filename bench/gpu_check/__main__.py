@@ -17,6 +17,7 @@ from fusedcomm.bench.gpu_check import speeds
 from fusedcomm.bench.gpu_check.check_parts import HALVES, PARTS, asked, budget_s
 from fusedcomm.bench.gpu_check.driver import PartResult, run_parts
 
+LISTED = "failed", "skipped", "not_run"  # cases
 MOST_SPOKEN = 300  # characters of a result that the terminal shows; the file has all of it
 
 
@@ -33,18 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (text := spoken(line)) is not None:
                 print(text, flush=True)
 
-        given = [
-            Path(each).name if Path(each) == args.json else each for each in (sys.argv[1:] if argv is None else argv)
-        ]
-        command = shlex.join(["python", "-m", "fusedcomm.bench.gpu_check", *given])
+        given = sys.argv[1:] if argv is None else argv
+        named = [Path(each).name if Path(each) == args.json else each for each in given]
+        command = shlex.join(["python", "-m", "fusedcomm.bench.gpu_check", *named])
         run = {"command": command, "date": now, "device": args.device, "budget_s": seconds}
         write({"run": run})
         with tempfile.TemporaryDirectory() as cache:  # proofs are this run's own
             os.environ["FUSEDCOMM_CACHE_DIR"] = cache
             results = run_parts(parts, args.device, seconds, write)
-        write({"summary": summary(results, run)})
+        recorded = committed.record(results, run)
+        write({"summary": summary(results, recorded)})
     if args.json:
-        recorded = committed.record(results, run, machine_of(results))
         args.json.with_name(committed.file_name(recorded)).write_text(committed.text(recorded))
     return 0 if all(result.status == "passed" for result in results) else 1
 
@@ -81,21 +81,13 @@ def spoken(line: dict[str, Any]) -> str | None:
     return None
 
 
-def machine_of(results: Sequence[PartResult]) -> dict[str, Any] | None:
-    found = (result.cases.get("machine", {}).get("found") for result in results if result.part == "machine")
-    return next(found, None)
-
-
-def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any]:
+def summary(results: Sequence[PartResult], recorded: dict[str, Any]) -> dict[str, Any]:
     """The run's findings, with the GPU, its driver, versions, commit and command."""
-    recorded = committed.record(results, run, machine_of(results))
     return {
-        "command": run["command"],
+        "command": recorded["run"]["command"],
         "machine": recorded["machine"],
         "parts": recorded["parts"],
-        "failed": [f"{result.part}/{name}" for result in results for name in result.failed],
-        "skipped": [f"{result.part}/{name}" for result in results for name in result.skipped],
-        "not_run": [f"{result.part}/{name}" for result in results for name in result.not_run],
+        **{each: [f"{result.part}/{name}" for result in results for name in getattr(result, each)] for each in LISTED},
         "speeds": speeds.lines(committed.found_in(recorded["cases"])),
         "compared": committed.compared(recorded),
     }
@@ -103,7 +95,7 @@ def summary(results: Sequence[PartResult], run: dict[str, Any]) -> dict[str, Any
 
 def _closing(found: dict[str, Any]) -> str:
     lines = ["", *(f"{part:16s}{status}" for part, status in found["parts"].items())]
-    for name in ("failed", "skipped", "not_run"):
+    for name in LISTED:
         lines += [f"{name.replace('_', ' ')}: {', '.join(found[name])}"] if found[name] else []
     return "\n".join([*lines, "", *found["speeds"], "", *found["compared"]])
 

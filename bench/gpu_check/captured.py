@@ -85,7 +85,3 @@ def tail(rank: int, device_type: str, rows: int) -> dict[str, Any]:
 def _captured(calls: Any, device_type: str) -> Any:
     """``calls``, or on a GPU a replay of them. Returns their results each time."""
     return captured(calls) if device_type == "cuda" else calls
-
-
-if __name__ == "__main__":
-    child.main(cases)

@@ -10,7 +10,7 @@ PATIENCE = {"cuda": 1, "cpu": 5}  # a rehearsal is slow, and measures nothing
 
 
 def _part(name: str, module: str, limit_s: float, case_s: float, *arguments: str) -> Part:
-    return Part(name, f"fusedcomm.bench.gpu_check.{module}", limit_s, case_s, arguments)
+    return Part(name, "fusedcomm.bench.gpu_check.child", limit_s, case_s, (module, *arguments))
 
 
 _MACHINE = _part("machine", "machine", 40, 30)

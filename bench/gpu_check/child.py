@@ -1,7 +1,7 @@
 """The process of a part: its cases, one after the other, each reported before the next begins.
 
-A part is a module with ``cases(device)``, a dict of functions by name. It ends with ``child.main(cases)``, so that it
-also runs by itself: ``python -m fusedcomm.bench.gpu_check.programs``. It reports lines of JSON:
+A part is a module of this folder with ``cases(device, *arguments)``, a dict of functions by name. It also runs by
+itself: ``python -m fusedcomm.bench.gpu_check.child programs``. It reports lines of JSON:
 
     {"cases": [name, ...]}                                                      once
     {"begun": name}                                                             before each case
@@ -12,6 +12,7 @@ also runs by itself: ``python -m fusedcomm.bench.gpu_check.programs``. It report
 import argparse
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import resource
@@ -29,18 +30,17 @@ Cases = dict[str, Callable[[], Any]]
 
 TIMEOUT_S = 10  # bound of every wait between ranks
 MOST_TRACEBACK = 4000  # characters
+COMPILED = ("compile_kernels",)  # without a GPU too, where the kernels of others run in Triton's interpreter
 
 
 class Skipped(Exception):
     """The case cannot run here; its text says why."""
 
 
-def main(cases: Callable[[torch.device], Cases], interpret: bool = True) -> None:
-    """Run the cases that follow ``--after``, and end this process: with 1 if one of them failed.
-
-    ``interpret``: whether kernels run in Triton's interpreter where there is no GPU.
-    """
+def main() -> None:
+    """Run the cases of a part that follow ``--after``, and end this process: with 1 if one of them failed."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("part", nargs="+", help="its module, and what that takes")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--after", metavar="CASE", help="begin behind this case")
     parser.add_argument("--report", type=int, metavar="FD", help="the driver's pipe (default: stdout)")
@@ -50,14 +50,16 @@ def main(cases: Callable[[torch.device], Cases], interpret: bool = True) -> None
         os.set_inheritable(args.report, False)
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # with a GPU's memory mapped, a core file takes minutes
-    set_environment(interpret and args.device == "cpu")
+    name, *arguments = args.part
+    set_environment(args.device == "cpu" and name not in COMPILED)
+    part, device = importlib.import_module(f"fusedcomm.bench.gpu_check.{name}"), torch.device(args.device)
     with open(sys.stdout.fileno() if args.report is None else args.report, "w", closefd=False) as file:
 
         def report(line: dict[str, Any]) -> None:
             file.write(json.dumps(line, default=str) + "\n")
             file.flush()
 
-        passed = run(cases(torch.device(args.device)), args.after, torch.device(args.device), report)
+        passed = run(part.cases(device, *arguments), args.after, device, report)
     sys.exit(0 if passed else 1)
 
 
@@ -137,3 +139,9 @@ def _compilations() -> list[str]:
 
         knobs.compilation.listener = listen
     return compiled
+
+
+if __name__ == "__main__":
+    from fusedcomm.bench.gpu_check import child  # not this copy of it, whose Skipped no part raises
+
+    child.main()

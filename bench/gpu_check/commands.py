@@ -45,7 +45,3 @@ def run_module(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode in (0, 1), f"exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done
-
-
-if __name__ == "__main__":
-    child.main(cases)

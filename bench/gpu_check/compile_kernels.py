@@ -5,7 +5,6 @@ Triton's cache; a later case's result has the number that it compiled itself ("c
 """
 
 import multiprocessing
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -125,7 +124,3 @@ def _signals(group_size: int) -> None:
         for end_round in (False, True):
             out = torch.empty(4096, dtype=dtype, device=META)
             launch_now.finish(out, own, FINGERPRINT, end_round=end_round)
-
-
-if __name__ == "__main__":
-    child.main(partial(cases, half=sys.argv.pop(1)), interpret=False)

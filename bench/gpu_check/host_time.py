@@ -46,7 +46,3 @@ def microseconds(call: Callable[[], Any]) -> float:
             call()
         times.append((time.perf_counter() - start) / CALLS * 1e6)
     return statistics.median(times)
-
-
-if __name__ == "__main__":
-    child.main(cases)

@@ -238,7 +238,3 @@ def _move(kernel: Callable[[torch.device], MoveProblem], device: torch.device) -
     problem.workspace.check("moves")
     rates = {name: problem.num_bytes / ms / 1e9 for name, ms in times.items()}
     return {**rates, "ratio": times["copy"] / times[SHIPPED]}
-
-
-if __name__ == "__main__":
-    child.main(cases)

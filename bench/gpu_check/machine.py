@@ -43,7 +43,3 @@ def _gpu() -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "memory_bytes": found.total_memory,
     }
-
-
-if __name__ == "__main__":
-    child.main(cases)

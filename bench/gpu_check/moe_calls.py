@@ -2,7 +2,6 @@
 vain) and of users' calls in 2 processes; and speed.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -273,7 +272,3 @@ def cases(device: torch.device, part: str) -> child.Cases:
         "absent": partial(check_absent, pair, device),
         **{f"2 processes {each}": pools.case(2, of_users, pair, each) for each in ("fused", None)[: 1 + cuda]},
     }
-
-
-if __name__ == "__main__":
-    child.main(partial(cases, part=sys.argv.pop(1)))

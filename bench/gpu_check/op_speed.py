@@ -5,7 +5,6 @@ gradient of x. There x is (16, 16192, 4096) and w (16, 4096, 8192) on each rank.
 has two rounds, and back to back each slot is used again.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -107,7 +106,3 @@ def _matmul_operands(call: GpuCall, inputs: GpuInputs) -> tuple[Tensor, Tensor]:
         rows = call.exchange().out_shape[:-1]
         x = torch.randn(*rows, w.shape[-2], dtype=x.dtype, device=x.device)
     return x, w
-
-
-if __name__ == "__main__":
-    child.main(partial(cases, part=sys.argv.pop(1)))

@@ -3,7 +3,6 @@
 The argument: the number of ranks. They wait for each other on a GPU alone: on a CPU there is one.
 """
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -94,10 +93,6 @@ def jobs() -> Iterator[tuple[str, Any]]:
             yield str(case), partial(case.group, torch.device("meta"))
 
 
-def cases(device: torch.device, group_size: int) -> child.Cases:
+def cases(device: torch.device, group_size: str) -> child.Cases:
     cuda = device.type == "cuda"
-    return {str(case): partial(case.check, device) for case in every(group_size if cuda else 1, cuda)}
-
-
-if __name__ == "__main__":
-    child.main(partial(cases, group_size=int(sys.argv.pop(1))))
+    return {str(case): partial(case.check, device) for case in every(int(group_size) if cuda else 1, cuda)}

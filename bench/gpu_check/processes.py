@@ -5,7 +5,6 @@ which the host launched their work. CUDA_DEVICE_MAX_CONNECTIONS says how many a 
 Megatron, 32 in the other parts. Virtual ranks would share the queues.
 """
 
-import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -227,7 +226,3 @@ def killed(pools: Pools) -> dict[str, Any]:
         pools.close()
     assert other is KILLED
     return {"seconds": seconds}
-
-
-if __name__ == "__main__":
-    child.main(partial(cases, part=sys.argv.pop(1)))

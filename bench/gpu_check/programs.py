@@ -183,7 +183,3 @@ def _forward_and_backward(module: nn.Module, x: Tensor, grad: Tensor) -> list[Te
 def _near(name: str, found: Tensor, want: Tensor) -> None:
     error = ((found.float() - want.float()).norm() / want.float().norm()).item()
     assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"  # False for NaN
-
-
-if __name__ == "__main__":
-    child.main(cases)

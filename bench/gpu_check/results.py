@@ -14,23 +14,18 @@ MOST_ERROR = 400  # characters
 SAID = ("ok", "seconds", "compiled", "skipped")
 
 
-def gpu_of(machine: Mapping[str, Any] | None) -> str | None:
-    """The model, as in "NVIDIA H200"."""
-    return ((machine or {}).get("gpu") or {}).get("name")
-
-
-def record(results: Sequence[PartResult], run: Mapping[str, Any], machine: Mapping[str, Any] | None) -> dict[str, Any]:
+def record(results: Sequence[PartResult], run: Mapping[str, Any]) -> dict[str, Any]:
     """The run as it is committed: commit, GPU, versions, command, and each case, without tracebacks."""
-    cases = {}
+    cases: dict[str, Any] = {}
     for result in results:
         for name, case in result.cases.items():
             error = {} if case["ok"] else {"error": str(case.get("error")).replace(f"{ROOT}/", "")[:MOST_ERROR]}
             said = {key: case[key] for key in (*SAID, "found") if case.get(key) is not None}
             cases[f"{result.part}/{name}"] = said | error
-    facts = machine or {}
+    machine = cases.get("machine/machine", {}).get("found")
     return {
-        "gpu": gpu_of(machine),
-        "commit": facts.get("commit"),
+        "gpu": machine.get("gpu", {}).get("name") if machine else None,  # the model, as in "NVIDIA H200"
+        "commit": machine.get("commit") if machine else None,
         "run": dict(run),
         "machine": machine,
         "parts": {result.part: result.status for result in results},

@@ -195,7 +195,3 @@ def _expected(program: WholeGroup, local: list[Pair], whole: list[Pair]) -> list
         return [(x @ each.w.exact.mT).to(DTYPE) for x, each in zip(xs, whole, strict=True)]
     ys = [(each.x.exact @ each.w.exact.mT).to(DTYPE).double() for each in local]  # sums are of rounded results
     return [y.to(DTYPE) for y in program.exchanged(ys)]
-
-
-if __name__ == "__main__":
-    child.main(cases)

@@ -99,7 +99,3 @@ def _captured(group: VirtualGroup, program: Callable[[Workspace, proof.Call], An
                 program(workspace, call)
         found.append(graph.replay)
     return found
-
-
-if __name__ == "__main__":
-    child.main(cases)

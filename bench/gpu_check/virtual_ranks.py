@@ -5,7 +5,6 @@ graphs     CUDA graphs: an odd number of `fused` calls is captured once and repl
 time-outs  a rank that never comes: it is named in time, the output is NaN, and the context lives
 """
 
-import sys
 import time
 from functools import partial
 from typing import Any, Protocol
@@ -116,7 +115,3 @@ def check_absent(call: VirtualCall, device: torch.device) -> dict[str, Any]:
         assert outs and all(out.isnan().all() for out in outs), "the output must be poisoned"
     call._replace(group_size=2 if cuda else 1).check(device)  # the context lives
     return {"seconds": round(seconds, 2), "error": text}
-
-
-if __name__ == "__main__":
-    child.main(partial(cases, part=sys.argv.pop(1)))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -111,10 +110,13 @@ def test_a_part_that_names_no_case_is_not_started_again(quick: None, tmp_path: P
     assert result.status == "failed" and result.problems == ["ended with 3 and named no case"]
 
 
+def module_of(part: Part) -> Any:
+    return importlib.import_module(f"fusedcomm.bench.gpu_check.{part.arguments[0]}")
+
+
 def names_on_a_gpu() -> Iterator[str]:
     for part in PARTS:
-        module = importlib.import_module(part.module)
-        yield from (f"{part.name}/{name}" for name in module.cases(torch.device("cuda"), *part.arguments))
+        yield from (f"{part.name}/{name}" for name in module_of(part).cases(torch.device("cuda"), *part.arguments[1:]))
 
 
 def test_every_case_of_a_part_has_a_name_of_its_own() -> None:
@@ -130,7 +132,6 @@ def test_the_halves_fit_and_their_parts_are_modules() -> None:
         assert check_parts.budget_s(half, "cuda") == check_parts.HALF_S == 380
         assert half[0].name == "machine" and half[1].name == f"compile {name}"
         for part in half:
-            assert importlib.util.find_spec(part.module) is not None
             assert part.case_s <= part.limit_s < check_parts.HALF_S
 
 
