@@ -110,7 +110,8 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
     with console.progress(rank == 0, options.rounds + options.warmup, f"{op}: checking values", op) as on_round:
         check_values(every, data.check)
         if options.graph:
-            plans = {algorithm: _planned_in_graph(data, algorithm) for algorithm in plans}
+            with fusedcomm.before_capture():  # a capture may plan otherwise
+                plans = {algorithm: _plan(data, algorithm) for algorithm in plans}
             every = {name: captured(variant) for name, variant in every.items()}
             check_values(every, data.check)
         if not options.check:
@@ -178,12 +179,6 @@ def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return replay
-
-
-def _planned_in_graph(data: OpData, algorithm: str) -> fusedcomm.Plan:
-    """A capture may plan otherwise."""
-    with fusedcomm.before_capture():
-        return _plan(data, algorithm)
 
 
 def _plan(data: OpData, algorithm: str) -> fusedcomm.Plan:

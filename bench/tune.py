@@ -22,19 +22,19 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedcomm import env
-from fusedcomm.bench.fits import LEAST_S, Unreliable, affine, line
 from fusedcomm.bench.op_bench import PROGRAMS, OpData
 from fusedcomm.bench.timing import check_values, measure, repeated
 from fusedcomm.memory import group
@@ -57,8 +57,14 @@ REFERENCE_CALLS = 8  # calls of the reference in one measurement: some milliseco
 FEWEST_REFERENCES = 10
 MOST_NOISE = 0.5  # share of the reference's median; two quiet cores of a cloud had 0.2 to 0.4, busy ones 0.8 to 1.2
 MOST_LOSS = 0.1  # share of the time of calls; chosen: algorithms that are this close are equally good
+LEAST_S = 1e-7  # the least overhead or latency: nothing that a rank starts takes less
 FINGERPRINT = 0x7475  # the fingerprint of the call that makes the workspace large enough
 Shape: TypeAlias = tuple[int, int, int]  # [m, k] @ [k, n]
+Points: TypeAlias = Sequence[tuple[float, float, float]]  # x, y, and the scale of an error of y
+
+
+class Unreliable(Exception):
+    """Measurements that must not be kept; raised alike on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +357,30 @@ PARTS = (_matmul, _copies, _collectives, _overheads)
 
 def _torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, "float32" if name == "tf32" else name)
+
+
+def line(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Bandwidth and latency from times by number of bytes. Raises Unreliable."""
+    latency, per_byte = affine([(num_bytes, t, t) for num_bytes, t in seconds.items()])
+    if per_byte <= LEAST_S / max(seconds):
+        times = ", ".join(f"{num_bytes}: {t * 1e6:.0f} us" for num_bytes, t in seconds.items())
+        raise Unreliable(f"more bytes must take more time, got {times}")
+    return 1 / per_byte, latency
+
+
+def affine(points: Points) -> tuple[float, float]:
+    """a and b of y = a + b x, fitted by least squares of the errors, each relative to its point's third number.
+
+    a is at least LEAST_S, and so is b times the largest x.
+    """
+    x, y, scale = np.array(points).T
+    weights, least = scale**-2, LEAST_S / float(x.max())
+    b, a = np.polyfit(x, y, 1, w=1 / scale) if np.ptp(x) else (0.0, 0.0)
+    if b < least:
+        return max(float(np.average(y, weights=weights)), LEAST_S), least
+    if a < LEAST_S:
+        return LEAST_S, max(float((weights * x * y).sum() / (weights * x * x).sum()), least)
+    return float(a), float(b)
 
 
 def _data(bench: _Bench, op: str, size: Shape, dtype: str, names: Sequence[str]) -> OpData:

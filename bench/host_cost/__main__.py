@@ -23,12 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("pretended_cuda.c"), ROOT / "tests/helpers/fake_libcuda.c"
-PROGRAMS = {  # by name: the Debian package that has it
-    "cc": "gcc",
-    "c++": "g++",
-    "readelf": "binutils",
-    "valgrind": "valgrind",
-}
+PROGRAMS = {"cc": "gcc", "c++": "g++", "readelf": "binutils", "valgrind": "valgrind"}  # and Debian's package of each
 CALLS = 10  # of each row, as calls.py makes them
 TORCH = "2.11.0"
 MM, BACKWARD = "torch.mm", ", forward and backward"
@@ -58,21 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     environment = made(folder, args.torch)
     runs = {ranks: run(folder, environment, ranks) for ranks in args.ranks}
-    report = next(iter(runs.values()))["facts"] | {"command": command(), "calls": CALLS}
+    command = shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]])
+    report = next(iter(runs.values()))["facts"] | {"command": command, "calls": CALLS}
     report["rows"] = [row for ranks, each in runs.items() for row in rows(ranks, each["instructions"], each["us"])]
     report["traces"] = {str(ranks): each["traces"] for ranks, each in runs.items()}
     print_table(report["rows"])
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
-    wrong = [
-        f"R = {r}, {each['case']}: {text}"
-        for r, run in runs.items()
-        for each in run["traces"]
-        for text in each["wrong"]
-    ]
-    for text in wrong:
-        print(text)
-    print(f"what streams are given: {len(wrong)} defects in {sum(len(each['traces']) for each in runs.values())} cases")
+    cases = [(ranks, case) for ranks, each in runs.items() for case in each["traces"]]
+    wrong = [f"R = {ranks}, {case['case']}: {text}" for ranks, case in cases for text in case["wrong"]]
+    print(*wrong, f"what streams are given: {len(wrong)} defects in {len(cases)} cases", sep="\n")
     return int(bool(wrong))
 
 
@@ -97,11 +87,8 @@ def instructions(folder: Path) -> dict[str, int]:
     found = {}
     for file in folder.glob("callgrind.*"):
         text = file.read_text()
-        name, total = (
-            re.search(r"^desc: Trigger: Client Request: (.*)", text, re.M),
-            re.search(r"^totals: (\d+)", text, re.M),
-        )
-        if name is not None and total is not None:
+        name = re.search(r"^desc: Trigger: Client Request: (.*)", text, re.M)
+        if name and (total := re.search(r"^totals: (\d+)", text, re.M)):
             found[name[1]] = int(total[1]) // CALLS
     return found
 
@@ -127,10 +114,6 @@ def print_table(found: Sequence[dict[str, Any]]) -> None:
         figures = f"{row['ranks']:3d}{row['instructions'] / 1e3:11.1f}{row['over_mm']:10.2f}{most:>9s}{row['us']:8.1f}"
         print(f"{row['name']:58s}{figures}")
     print("torch.mm: multiples of it; with a backward of its own forward and backward")
-
-
-def command() -> str:
-    return shlex.join([os.path.basename(sys.executable), *sys.orig_argv[1:]])
 
 
 def missing() -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 from unittest import mock
@@ -12,14 +13,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from fusedcomm import (
-    all_gather_matmul,
-    all_to_all_matmul,
-    force_algorithm,
-    matmul_all_reduce,
-    matmul_all_to_all,
-    matmul_reduce_scatter,
-)
+import fusedcomm
+from fusedcomm import force_algorithm
 from fusedcomm.bench.host_cost.device import Driver, join, made, place
 from fusedcomm.bench.host_cost.traces import (
     WRITES,
@@ -48,17 +43,22 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def cases(group_size: int) -> Iterator[tuple[str, Call, list[Tensor]]]:
     """By op: a call, and x, w and bias."""
-    calls: list[tuple[Call, tuple[int, ...], int]] = [
-        (lambda x, w, bias: matmul_all_to_all(x, w, 0, 1, bias=bias), (4096, 4096), 4096),
-        (lambda x, w, bias: all_to_all_matmul(x, w, 1, 0, bias=bias), (8192, 1024), 1024 * group_size),
-        (lambda x, w, bias: all_to_all_matmul(x, w, 0, 1, bias=bias), (8192, 4096), 4096 // group_size),
-        (lambda x, w, bias: all_gather_matmul(x, w, 0, bias=bias), (1024, 4096), 4096),
-        (lambda x, w, bias: matmul_reduce_scatter(x, w, 0, bias=bias), (4096, 4096), 4096),
-        (lambda x, w, bias: matmul_all_reduce(x, w, bias=bias), (4096, 4096), 4096),
+    square, wide = (4096, 4096), 8192
+    calls: list[tuple[str, tuple[int, ...], tuple[int, ...], int]] = [  # the op, its dims, the shape of x, and K
+        ("matmul_all_to_all", (0, 1), square, 4096),
+        ("all_to_all_matmul of K", (1, 0), (wide, 1024), 1024 * group_size),
+        ("all_to_all_matmul of rows", (0, 1), (wide, 4096), 4096 // group_size),
+        ("all_gather_matmul", (0,), (1024, 4096), 4096),
+        ("matmul_reduce_scatter", (0,), square, 4096),
+        ("matmul_all_reduce", (), square, 4096),
     ]
-    names = "matmul_all_to_all", "all_to_all_matmul of K", "all_to_all_matmul of rows", "all_gather_matmul"
-    for name, (call, x, k) in zip((*names, "matmul_reduce_scatter", "matmul_all_reduce"), calls, strict=True):
-        yield name, call, [made(*shape, device=DEVICE) for shape in (x, (k, 8192), (8192,))]
+    for name, dims, x, k in calls:
+        op = getattr(fusedcomm, name.partition(" ")[0])
+        yield name, partial(_called, op, dims), [made(*shape, device=DEVICE) for shape in (x, (k, wide), (wide,))]
+
+
+def _called(op: Callable[..., Tensor], dims: tuple[int, ...], x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return op(x, w, *dims, bias=bias)
 
 
 def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fusedcomm.bench import tune
-from fusedcomm.bench.fits import Unreliable
 from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
@@ -138,7 +137,7 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
             found = tune.tune(ours, quick, on_done)
     except WorkspaceUnavailable as reason:
         return TuneResult(f"what calls can run here cannot be measured: {reason}")
-    except Unreliable as reason:
+    except tune.Unreliable as reason:
         return TuneResult(f"{reason}. {NOT_KEPT}")
     num_hosts, failed = tune.num_hosts_of(ours), ""
     key = tuned.key(device, ours.group_size, num_hosts)
