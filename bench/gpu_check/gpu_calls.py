@@ -224,10 +224,9 @@ class GpuCall(NamedTuple):
 
     def options(self, inputs: GpuInputs) -> dict[str, Any]:
         """The arguments of the public op."""
-        x, ws, biases = inputs
-        if not table.OPS[self.op].takes_lists:
-            (ws,), (biases,) = ws, biases
-        known = {**vars(self.case), "x": x, "w": ws, "bias": biases}
+        many = table.OPS[self.op].takes_lists
+        w, bias = (inputs.ws, inputs.biases) if many else (inputs.ws[0], inputs.biases[0])
+        known = {**vars(self.case), "x": inputs.x, "w": w, "bias": bias}
         return {
             name: known[name] for name in inspect.signature(getattr(fusedcomm, self.op)).parameters if name in known
         }
@@ -235,8 +234,8 @@ class GpuCall(NamedTuple):
     def arguments(self, inputs: GpuInputs, group_name: str = "") -> Arguments:
         case = self.case
         made = Arguments(*inputs, self.group_size, group_name, out_shape=case.out_shape, reduce_op=case.reduce_op)
-        dims = {"gather_dim": case.gather_dim, "scatter_dim": case.scatter_dim}
-        return made._replace(**dims, return_gathered=case.return_gathered)
+        made = made._replace(gather_dim=case.gather_dim, scatter_dim=case.scatter_dim)
+        return made._replace(return_gathered=case.return_gathered)
 
     def exchange(self) -> Exchange:
         inputs = self._inputs_of(0, torch.device("meta"), 0)

@@ -71,7 +71,7 @@ MODELS: dict[str, Callable[[Sizes, int], nn.Module]] = {"mlp": FeedForward, "lay
 def styled(model: str, sizes: Sizes, device: torch.device) -> nn.Module:
     """The plan of PyTorch's tensor parallel examples. All ranks make the same weights, so nobody sends them."""
     apply: Any = partial(parallel.parallelize_module, src_data_rank=None)
-    prepare = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    prepare: Any = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     mlp = {
         "w1": parallel.ColwiseParallel(),
         "w3": parallel.ColwiseParallel(),

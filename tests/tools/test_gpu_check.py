@@ -170,16 +170,16 @@ class StandInPool:
         self.closed = True
 
 
-def lose_the_context(rank: int) -> None:
+def lose_the_context(rank: int, device_type: str) -> None:
     raise RankError([RankFailure(rank, "raised", "AcceleratorError", "an illegal instruction was encountered", "")])
 
 
 def test_ranks_that_lose_their_context_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """So are those with another environment; others are used again."""
     monkeypatch.setattr(pools, "RankPool", StandInPool)
-    every: Any = pools.Pools("cpu")
+    every: Any = pools.Pools(CPU)
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
-    assert every.run(2, lambda rank: rank + 5, env=env) == 5
+    assert every.run(2, lambda rank, device_type: rank + 5, env=env) == 5
     first = every.get(2, env)
     with pytest.raises(RankError, match="illegal instruction"):
         every.run(2, lose_the_context, env=env)
