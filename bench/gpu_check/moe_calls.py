@@ -20,7 +20,7 @@ from fusedcomm.bench.gpu_check.virtual_ranks import check_absent, check_graph
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import routed_proof
 from fusedcomm.plan.routing import Routing, bytes_of_rows, packed_shape
-from fusedcomm.run.routed_rows import ByKernels
+from fusedcomm.run.routed_rows import ByKernels, grouped_matmul
 from fusedcomm.testing.virtual import VirtualGroup
 
 META = torch.device("meta")
@@ -53,7 +53,8 @@ class Moe(NamedTuple):
         group.load(lambda workspace: self.dispatch(workspace, inputs), FINGERPRINT)
         packed = inputs[1].new_zeros(packed_shape(inputs[1].numel(), self.num_experts, self.group_size))
         rows = inputs[0].new_zeros(self.capacity, self.columns)
-        group.load(lambda workspace: self.combine(workspace, rows, packed, inputs[2]), FINGERPRINT)
+        for w in (None, self.w(device)):
+            group.load(lambda workspace, w=w: self.combine(workspace, rows, packed, inputs[2], w), FINGERPRINT)
         return group
 
     @property
@@ -63,6 +64,11 @@ class Moe(NamedTuple):
     @property
     def num_experts(self) -> int:
         return self.group_size * self.experts
+
+    def w(self, device: torch.device) -> Tensor:
+        """Every expert's: columns in reverse, doubled."""
+        w = torch.eye(self.columns, device=device, dtype=self.dtype).flip(1) * 2
+        return w.expand(self.experts, -1, -1).contiguous()
 
     def inputs(self, device: torch.device, seed: int) -> list[Inputs]:
         """Small integers: all sums are exact."""
@@ -89,24 +95,28 @@ class Moe(NamedTuple):
         rows, _, packed = way.dispatch(x, ids, self.num_experts, self.k, self.capacity, self.alignment)
         return rows, packed
 
-    def combine(self, workspace: Workspace, rows: Tensor, packed: Tensor, scores: Tensor) -> Tensor:
+    def combine(
+        self, workspace: Workspace, rows: Tensor, packed: Tensor, scores: Tensor, w: Tensor | None = None
+    ) -> Tensor:
         workspace.enter(OP, FINGERPRINT)
         routing = Routing(packed, workspace.rank, self.group_size, scores.numel())
-        return ByKernels(workspace, OP, FINGERPRINT).combine(rows, None, scores, routing, self.k, False)[0]
+        return ByKernels(workspace, OP, FINGERPRINT).combine(rows, w, scores, routing, self.k, False)[0]
 
     def run(self, workspace: Workspace, inputs: Inputs) -> list[Tensor]:
         rows, packed = self.dispatch(workspace, inputs)
-        return [rows, self.combine(workspace, rows, packed, inputs[2])]
+        combined = [self.combine(workspace, rows, packed, inputs[2], w) for w in (None, self.w(rows.device))]
+        return [rows, combined[0], combined[1].flip(1) / 2]
 
     def public(self, inputs: Inputs) -> list[Tensor]:
         """As users do it."""
         x, ids, scores = inputs
         more = {"alignment": self.alignment}
         rows, _, routing = fusedcomm.moe_dispatch(x, ids.view(-1, self.k), self.num_experts, self.capacity, **more)
-        return [rows, fusedcomm.moe_combine(rows, routing, scores)]
+        multiplied = fusedcomm.grouped_matmul_combine(rows, self.w(x.device), routing, scores)
+        return [rows, fusedcomm.moe_combine(rows, routing, scores), multiplied.flip(1) / 2]
 
     def expected(self, every: list[Inputs]) -> list[list[Tensor]]:
-        """Every rank's rows, sums, and which of its choices [T, k] have a row, by a loop over the choices."""
+        """Every rank's rows, its sums twice, and which of its choices [T, k] have a row, by a loop over the choices."""
         wanted: list[list[tuple[int, int]]] = [[] for _ in range(self.num_experts)]  # by expert: (rank, choice)
         for rank, (_, ids, _) in enumerate(every):
             for choice, expert in enumerate(ids.tolist()):
@@ -125,7 +135,7 @@ class Moe(NamedTuple):
                     found[rank][2][token, nth] = 1
                 at += self._units(choices) * self.alignment
         device = every[0][0].device
-        return [[t.to(device, self.dtype) for t in each] for each in found]
+        return [[t.to(device, self.dtype) for t in (rows, y, y, kept)] for rows, y, kept in found]
 
     def check(self, device: torch.device) -> dict[str, Any]:
         """Back to back, with fresh routings."""
@@ -219,21 +229,25 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
     rows, packed = moe.dispatch(workspace, inputs)
     routing, way = Routing(packed, 0, 1, ids.numel()), ByKernels(workspace, OP, FINGERPRINT)
     block, source = rows.numel() * rows.itemsize, torch.empty_like(rows).normal_()
+    w = torch.randn(moe.experts, moe.columns, moe.columns, device=device, dtype=moe.dtype)
     times = interleaved(
         {
             "dispatch": lambda: moe.dispatch(workspace, inputs),
             "send": lambda: way.send(x, None, moe.k, routing, moe.capacity),
             "combine": lambda: moe.combine(workspace, rows, packed, scores),
             "copy": lambda: rows.copy_(source),
+            "matmul": lambda: grouped_matmul(rows, w, routing.ends),
+            "matmul and combine": lambda: moe.combine(workspace, rows, packed, scores, w),
         },
         device,
     )
     workspace.check(OP)
     own = x.numel() * x.itemsize  # sent once, to the one rank; written by a combine
     moved = {"dispatch": 2 * (own + block), "send": 2 * (own + block), "combine": own + 3 * block, "copy": 2 * block}
-    rates = {name: moved[name] / ms / 1e9 for name, ms in times.items()}
+    rates = {name: num_bytes / times[name] / 1e9 for name, num_bytes in moved.items()}
     ratios = {f"{name} ratio": rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
-    return {**rates, **ratios, "plan_ms": times["dispatch"] - times["send"]}
+    found = {"plan_ms": times["dispatch"] - times["send"], "matmul_ms": times["matmul"]}
+    return {**rates, **ratios, **found, "combined over matmul": times["matmul and combine"] / times["matmul"]}
 
 
 def jobs(half: str) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -252,6 +266,7 @@ def _backward(moe: Moe) -> None:
     way.send(inputs[0], inputs[2].flatten(), moe.k, routing, moe.capacity)
     for scores in (inputs[2], None):
         way.combine(rows, None, scores, routing, moe.k, scores is not None)
+    way.combine(rows, moe.w(META), scores, routing, moe.k, True)
 
 
 def _proof(sizes: routed_proof.Sizes) -> None:
