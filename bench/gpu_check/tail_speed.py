@@ -3,6 +3,7 @@ the all_reduce; and of a training step, by reduce_scatter. Ranks are virtual, so
 has its share of the SMs.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,18 +24,21 @@ from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 ROWS, K, HIDDEN = (1, 16, 64, 256), 1024, 8192
-SCATTERED = (16, 512)  # rows of each of 2 ranks
+SCATTERED, TWO_SHOT = (16, 512), 2048  # rows of each of 2 ranks, and of all
 GROUP_SIZES = (2, 8)
 CALLS = 16  # in a graph
 Graphs = list[Callable[[], Any]]
 
 
-def tails(cuda: bool) -> dict[str, tuple[int, int, str]]:
-    """By name: rows, ranks, and the op in front of the norm."""
+def tails(cuda: bool) -> dict[str, tuple[int, int, str, int]]:
+    """By name: rows, ranks, the op in front of the norm, and which of its exchanges: one-shot, or two-shot."""
+    scattered = {f"{rows} scattered R={2 if cuda else 1}": (rows, 2 if cuda else 1) for rows in SCATTERED[: 1 + cuda]}
+    found = {name: (*tail, "matmul_reduce_scatter", 0) for name, tail in scattered.items()}
     if not cuda:
-        return {"1 rows R=1": (1, 1, "matmul_all_reduce"), "16 scattered R=1": (16, 1, "matmul_reduce_scatter")}
-    reduced = {f"{rows} rows R={size}": (rows, size, "matmul_all_reduce") for size in GROUP_SIZES for rows in ROWS}
-    return reduced | {f"{rows} scattered R=2": (rows, 2, "matmul_reduce_scatter") for rows in SCATTERED}
+        return {"1 rows R=1": (1, 1, "matmul_all_reduce", 0), **found}
+    for rows, size in itertools.product(ROWS, GROUP_SIZES):
+        found[f"{rows} rows R={size}"] = rows, size, "matmul_all_reduce", 0
+    return found | {f"{TWO_SHOT} rows two-shot R=2": (TWO_SHOT, 2, "matmul_all_reduce", 1)}
 
 
 def cases(device: torch.device) -> child.Cases:
@@ -46,11 +50,11 @@ def jobs() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"tail of {name}", partial(loaded, torch.device("meta"), *tail)
 
 
-def loaded(device: torch.device, rows: int, size: int, op: str) -> tuple[VirtualGroup, list[proof.Call]]:
-    """A group, and the call of each rank: one-shot, or with ``rows`` of the result on each."""
+def loaded(device: torch.device, rows: int, size: int, op: str, way: int) -> tuple[VirtualGroup, list[proof.Call]]:
+    """A group, and the call of each rank."""
     k, hidden = (K, HIDDEN) if device.type != "cpu" else (16, 16)
     problem = NormProblem(PROGRAMS[op], MatmulSize(rows, k, hidden), size)
-    calls = [proof.calls_of(problem, rank, DTYPE, device, f"virtual {size}")[0] for rank in range(size)]
+    calls = [proof.calls_of(problem, rank, DTYPE, device, f"virtual {size}")[way] for rank in range(size)]
     group = VirtualGroup(size, max(128, calls[0].operands[3].numel() * DTYPE.itemsize * size), device)
     group.load(partial(_fused, call=calls[0]), FINGERPRINT)
     return group, calls
