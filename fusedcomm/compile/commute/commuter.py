@@ -18,13 +18,13 @@ from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import NORMED, PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
-from fusedcomm.compile.fuse import all_to_all_matmul, matmul_all_to_all, wire
+from fusedcomm.compile.fuse import wire
+from fusedcomm.compile.fuse.fuser import products_beside
 from fusedcomm.compile.fuse.time_saved import seconds_left
 from fusedcomm.compile.graph import collectives, sequence
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
-from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.reader import Digest
 from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs, stand_for
 from fusedcomm.compile.graph.sort import sort
@@ -36,7 +36,6 @@ from fusedcomm.plan.cost.model import DEFAULTS
 NOTE = "fusedcomm_moves"  # in the metadata of an exchange: the ops it moved over, or why it did not
 ORIGIN = "fusedcomm_origin"  # in the metadata of a new collective: bits of the exchanges that need it
 CARRIES = "it carries"
-_FUSERS = {module.OP: module for module in (matmul_all_to_all, all_to_all_matmul)}
 _MAX_ROUNDS = 8
 
 
@@ -142,7 +141,7 @@ class _Rounds:
         self.graph, self.group_name = graph, group_name
         self.group_size = collectives.size_of_group(group_name)
         self.reasons: dict[str, str] = {}  # why exchanges stay where they are, by name
-        self.fusers = [module for op, module in _FUSERS.items() if op in fuse]
+        self.fuse = fuse
 
     def run(self) -> Graph | None:
         ways = self._first_ways()
@@ -158,7 +157,7 @@ class _Rounds:
     def _first_ways(self) -> dict[int, str]:
         """Number of an exchange not beside a matmul -> its way, if all matmuls may be cut."""
         with held_outputs(self.graph):
-            found = [i for i, each in self.exchanges(self.graph).items() if not self.products(each.start)]
+            found = [i for i, each in self.exchanges(self.graph).items() if not products_beside(each.start, self.fuse)]
         graph = copy.deepcopy(self.graph)
         with held_outputs(graph):
             exchanges = self.cut(graph, found, found)
@@ -168,7 +167,7 @@ class _Rounds:
         """Earlier if matmuls make the operand block by block, over ops between, or directly once cut; else later."""
         try:
             found = origins(exchange, self.group_size)
-            way = EARLIER if found and (exchange.passed or self.products(exchange.start)) else LATER
+            way = EARLIER if found and (exchange.passed or products_beside(exchange.start, self.fuse)) else LATER
         except CannotFuse:
             way = LATER
         self.reasons[exchange.start.name] = exchange.obstacle
@@ -189,15 +188,6 @@ class _Rounds:
             except CannotFuse:
                 continue
         return found
-
-    def products(self, start: Node) -> list[Product]:
-        """The matmuls that can be fused with the exchange started here."""
-        for module in self.fusers:
-            try:
-                return module.match(start).products
-            except CannotFuse:
-                continue
-        return []
 
 
 class _Moved:
@@ -306,7 +296,7 @@ class _Moved:
 
     def _seconds(self, start: Node) -> float:
         if SMALL not in start.meta:
-            return seconds_left(collectives.read(start), self.rounds.products(start))
+            return seconds_left(collectives.read(start), products_beside(start, self.rounds.fuse))
         return seconds_left(collectives.read(start), []) - _latency(start) * (1 - 1 / self.together[start])
 
 

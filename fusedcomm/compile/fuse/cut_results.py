@@ -27,7 +27,7 @@ def find(starts: Iterable[Node]) -> dict[Node, list[Node]]:
     return found
 
 
-def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], bool], matmul: Node) -> None:
+def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], object], matmul: Node) -> None:
     """Cut ``matmul`` if any of the collectives of ``starts`` can then be fused. Raises CannotFuse."""
     parts = columns_read(matmul)
     with rewriter.before(matmul, like=matmul):

@@ -2,41 +2,42 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.fuse import (
-    all_gather_matmul,
-    all_to_all_matmul,
-    cut_results,
-    matmul_all_reduce,
-    matmul_all_reduce_norm,
-    matmul_all_to_all,
-    matmul_reduce_scatter,
-    matmul_reduce_scatter_norm,
-    without_matmul,
-)
+from fusedcomm.compile.fuse import cut_results, match_gather, match_reduce, matmul_all_to_all, without_matmul
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.compile.graph import collectives, normalize
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
 from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, is_read, merge_views, value
 
-MODULES = (  # if two match one collective, the first takes it
-    matmul_all_to_all,
-    all_to_all_matmul,
-    all_gather_matmul,
-    matmul_reduce_scatter_norm,
-    matmul_reduce_scatter,
-    matmul_all_reduce_norm,
-    matmul_all_reduce,
+
+class Fusion(NamedTuple):
+    """An op, the kind of collective that it stands for, and how it is found and written."""
+
+    op: str
+    kind: str
+    match: Callable[[Node], Any]
+    rewrite: Callable[[Rewriter, Any], Any]
+
+
+FUSIONS = (  # if two match one collective, the first takes it
+    Fusion("matmul_all_to_all", "all_to_all", matmul_all_to_all.match, matmul_all_to_all.rewrite),
+    Fusion("all_to_all_matmul", "all_to_all", match_gather.match, match_gather.rewrite),
+    Fusion("all_gather_matmul", "all_gather", match_gather.match, match_gather.rewrite),
+    Fusion("matmul_reduce_scatter_norm", "reduce_scatter", match_reduce.match_norm, match_reduce.rewrite),
+    Fusion("matmul_reduce_scatter", "reduce_scatter", match_reduce.match, match_reduce.rewrite),
+    Fusion("matmul_all_reduce_norm", "all_reduce", match_reduce.match_norm, match_reduce.rewrite),
+    Fusion("matmul_all_reduce", "all_reduce", match_reduce.match, match_reduce.rewrite),
 )
-OPS = tuple(module.OP for module in MODULES)
+OPS = tuple(fusion.op for fusion in FUSIONS)
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ class Fuser:
             reject = _writes_in_place
         with held_outputs(self.graph):
             self._cut_results(ops)
-            for module in MODULES:
-                if module.OP in ops:
-                    for start in collectives.find(self.graph, module.KIND):
-                        fused = self._try(module.OP, self._fuse, module, reject, changes, changed, start)
+            for fusion in FUSIONS:
+                if fusion.op in ops:
+                    for start in collectives.find(self.graph, fusion.kind):
+                        fused = self._try(fusion.op, self._fuse, fusion, reject, changes, changed, start)
                         found += [fused] if fused is not None else []
             if found:
                 sort(self.graph)
@@ -104,14 +105,13 @@ class Fuser:
         """Make plain ops of the collectives that ``ops`` could stand for, where they found no matmul; some are kept."""
         found = []
         with held_outputs(self.graph):
-            for kind in without_matmul.OPS:
-                if any(module.OP in ops and kind == module.KIND for module in MODULES):
-                    nodes = {
-                        each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each)
-                        for each in collectives.find(self.graph, kind)
-                        if each.name not in kept
-                    }
-                    found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
+            for kind in dict.fromkeys(fusion.kind for fusion in FUSIONS if fusion.op in ops):
+                nodes = {
+                    each.name: self._try("plain", without_matmul.rewrite, self.rewriter, each)
+                    for each in collectives.find(self.graph, kind)
+                    if each.name not in kept
+                }
+                found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
         return found
 
     def _cut_results(self, ops: Sequence[str]) -> None:
@@ -120,18 +120,19 @@ class Fuser:
             for kind in ("all_to_all", "reduce_scatter", "all_reduce")
             for start in collectives.find(self.graph, kind)
         ]
+        beside = partial(products_beside, ops=ops)
         for matmul, found in cut_results.find(starts).items():
-            attempt("fuse", cut_results.rewrite, self.rewriter, found, lambda start: can_fuse(start, ops), matmul)
+            attempt("fuse", cut_results.rewrite, self.rewriter, found, beside, matmul)
 
     def _fuse(
         self,
-        module: ModuleType,
+        fusion: Fusion,
         reject: Callable[[Node], str | None],
         changes: bool | None,
         changed: Collection[str],
         start: Node,
     ) -> Fused:
-        match = module.match(start)
+        match = fusion.match(start)
         if changes is False and len(match.collectives) > 1:
             match = match.alone
         if changes is not None and changes != bool(reason := _change(match, changed)):
@@ -143,7 +144,7 @@ class Fuser:
         savings = {each.start.name: saving_us(each, match.products) for each in match.collectives}
         is_unread = not any(is_read(each.wait) for each in match.collectives)
         with erased() as names:
-            node = module.rewrite(self.rewriter, match)
+            node = fusion.rewrite(self.rewriter, match)
         created = self.rewriter.created
         if is_unread:
             created = [*created, self._waited_for(node)]
@@ -185,11 +186,14 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
     return None
 
 
-def can_fuse(start: Node, ops: Sequence[str] = OPS) -> bool:
-    """Whether one of the ops can replace the collective started here, in the graph as it is."""
-    kind = collectives.kind_of(start)
-    modules = (module for module in MODULES if module.OP in ops and kind == module.KIND)
-    return any(attempt(module.OP, module.match, start) is not None for module in modules)
+def products_beside(start: Node, ops: Sequence[str] = OPS) -> list[Product]:
+    """The matmuls that one of the ops can replace with the collective started here, in the graph as it is."""
+    for fusion in FUSIONS:
+        if fusion.op in ops and fusion.kind == collectives.kind_of(start):
+            match = attempt(fusion.op, fusion.match, start)
+            if match is not None:
+                return list(match.products)
+    return []
 
 
 def _writes_in_place(start: Node) -> str:

@@ -1,6 +1,6 @@
-"""The readers of an all_gather's or all_to_all's result: matmuls that can consume it as it arrives, and the rest.
+"""all_gather or all_to_all_single -> views -> matmuls becomes one fusedcomm::all_gather_matmul or all_to_all_matmul.
 
-all_gather_matmul and all_to_all_matmul are written alike in their place; other readers get the by-product.
+One all_gather serves several matmuls, an all_to_all one. Other readers of the result get the op's by-product.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
+from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
@@ -268,6 +269,49 @@ class GatherMatch:
         fast &= all(each.scales.fast for each in others if each.scales is not None)
         of_ws = [of_w, *(each.scaling(rewriter, rows)[1] for each in others)]
         return [of_x, of_ws, dtype, fast, self.scales is not None]
+
+
+def match(start: Node) -> GatherMatch:
+    """The match for the collective that starts here. Raises CannotFuse."""
+    found = read(start)
+    gathers = found.collective.kind == "all_gather"
+    try:
+        consumers = found.consumers()
+    except CannotFuse:
+        if gathers and found.x.target in MATMULS | SCALED:  # as the gather of logits
+            raise CannotFuse("the gathered tensor is the result of a matmul: no op fuses that order") from None
+        raise
+    (reader, first), *more = sorted(consumers, key=lambda each: found.copies(each[0].layout))
+    if not gathers:
+        return GatherMatch(found, reader, [first])
+    products = [first]
+    for other, product in more:
+        shares = other.layout.order == reader.layout.order and other.layout.shape == reader.layout.shape
+        shares &= product.batched == first.batched and value(other.node).dtype == value(reader.node).dtype
+        shares &= value(product.node).dtype == value(first.node).dtype
+        shares &= (product.scales or ())[::2] == (first.scales or ())[::2]  # one scale of x
+        nodes = {each.node for each in products}
+        if shares and not any(depends_on(operand, nodes) for operand in product.operands):
+            products.append(product)
+    return GatherMatch(found, reader, products, attempt("fuse", _scales_beside, found, reader, products))
+
+
+def _scales_beside(found: Gathered, reader: Reader, products: list[Product]) -> tuple[Gathered, Reader] | None:
+    """The gather of the scales of x's rows, and what these products read of it, if nothing else reads either gather."""
+    scales = products[0].scales
+    start = None if scales is None else next(iter(path_back(scales.x, through_casts=False)[0].all_input_nodes), None)
+    if scales is None or not scales.by_row or start is None or collectives.kind_of(start) != "all_gather":
+        return None
+    own = read(start)
+    place = next((each for each in own.readers if each.node is scales.x), None)
+    users = {user for each in (*found.readers, *own.readers) for user in each.users}
+    if place is None or users != {each.node for each in products} or len(place.dtypes) > 1:
+        return None
+    rows, of_scales = ([*each.layout.dims[0]] for each in (reader, place))
+    if found.sources not in rows or found.collective.group_name != own.collective.group_name:
+        return None
+    before = rows[: rows.index(found.sources)], of_scales[: of_scales.index(own.sources)]
+    return (own, place) if sizes(before[:1]) == sizes(before[1:]) else None
 
 
 def rewrite(rewriter: Rewriter, match: GatherMatch) -> Node:

@@ -23,9 +23,6 @@ from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_nod
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 from fusedcomm.plan.geometry.cut import EVEN
 
-OP = "matmul_all_to_all"
-KIND = "all_to_all"
-
 aten = torch.ops.aten
 
 
@@ -44,8 +41,7 @@ class Part:
     @property
     def before(self) -> Factor | None:
         """The factor behind the sources; None if they come last."""
-        order = self.layout.order
-        return dict(pairwise(order)).get(self.sources)
+        return dict(pairwise(self.layout.order)).get(self.sources)
 
     @property
     def cut(self) -> tuple[Layout, list[list[Factor]]]:
@@ -141,9 +137,9 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
     if before is None:
         columns.append([])
     with rewriter.before(part.collective.start, like=product.node):
-        x, w = product.x(rewriter, [*batch, *rows]), product.w(rewriter, batch)
-        bias = product.per_column(rewriter, product.bias)
-        result = _call(rewriter, part, x, w, bias, [*batch, *rows], columns, before)
+        rows = [*batch, *rows]
+        operands = product.x(rewriter, rows), product.w(rewriter, batch), product.per_column(rewriter, product.bias)
+        result = _call(rewriter, part, operands, rows, columns, before)
         out = rewriter.result(rewriter.arrange(result, part.written(y, before), part.layout), part.target)
     replace_node(part.target, out)
     return result
@@ -158,22 +154,11 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
     collectives.hoist([operand for part in parts for operand in part.product.operands], start)
     with rewriter.before(start, like=first.product.node):
         w = _side_by_side(rewriter, [part.product.ws[0] for part in parts], group_size)
-        bias = None
-        if first.product.bias is not None:
-            biases = [part.product.per_column(rewriter, part.product.bias) for part in parts]
-            blocks = [rewriter.reshape(each, [group_size, -1]) for each in biases if each is not None]
-            bias = rewriter.reshape(rewriter.call(aten.cat.default, blocks, 1), [group_size * total])
-        width = Factor(total)
-        y = _call(
-            rewriter,
-            first,
-            first.product.x(rewriter, rows),
-            w,
-            bias,
-            rows,
-            [[first.blocks], [width]],
-            first.before,
-        )
+        biases = [part.product.per_column(rewriter, part.product.bias) for part in parts]  # of all parts, or of none
+        given = [each for each in biases if each is not None]
+        bias = _side_by_side(rewriter, given, group_size) if given else None
+        operands = first.product.x(rewriter, rows), w, bias
+        y = _call(rewriter, first, operands, rows, [[first.blocks], [Factor(total)]], first.before)
         outs, end = [], 0
         for part, width_of_part in zip(parts, widths, strict=True):
             begin, end = end, end + width_of_part  # type: ignore[operator]
@@ -187,19 +172,15 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
 def _call(
     rewriter: Rewriter,
     part: Part,
-    x: Node,
-    w: Node,
-    bias: Node | None,
+    operands: tuple[Node, Node, Node | None],
     rows: list[list[Factor]],
     columns: list[list[Factor]],
     before: Factor | None,
 ) -> Node:
     dims = [*rows, *columns]
     return rewriter.call(
-        part.product.op(OP),
-        x,
-        w,
-        bias,
+        part.product.op("matmul_all_to_all"),
+        *operands,
         *part.product.scaling(rewriter, sizes(rows)),
         sizes(columns) if len(columns) > 1 else None,
         len(dims) - 1 if before is None else _index(dims, before),
@@ -215,16 +196,18 @@ def _index(dims: Sequence[Sequence[Factor]], factor: Factor) -> int:
     return next(i for i, dim in enumerate(dims) if factor in dim)
 
 
-def _side_by_side(rewriter: Rewriter, ws: Sequence[Node], group_size: int) -> Node:
-    """[K, R * sum of widths]: each rank's block has its columns of every w. Strides are nn.Linear's if the ws' are."""
-    k = size_of(value(ws[0]).shape[0])
-    if all(value(w).stride(0) == 1 for w in ws):
-        rows = [rewriter.call(aten.permute.default, w, [1, 0]) for w in ws]
-        blocks = [rewriter.call(aten.reshape.default, row, [group_size, -1, k]) for row in rows]
-        joined = rewriter.call(aten.reshape.default, rewriter.call(aten.cat.default, blocks, 1), [-1, k])
+def _side_by_side(rewriter: Rewriter, parts: Sequence[Node], group_size: int) -> Node:
+    """[..., R * sum of widths]: each rank's block has its columns of every w or bias. Strides are nn.Linear's if the
+    ws' are.
+    """
+    *lead, _ = map(size_of, value(parts[0]).shape)
+    if lead and all(value(each).stride(0) == 1 for each in parts):
+        rows = [rewriter.call(aten.permute.default, each, [1, 0]) for each in parts]
+        blocks = [rewriter.call(aten.reshape.default, row, [group_size, -1, *lead]) for row in rows]
+        joined = rewriter.call(aten.reshape.default, rewriter.call(aten.cat.default, blocks, 1), [-1, *lead])
         return rewriter.call(aten.permute.default, joined, [1, 0])
-    blocks = [rewriter.call(aten.reshape.default, w, [k, group_size, -1]) for w in ws]
-    return rewriter.call(aten.reshape.default, rewriter.call(aten.cat.default, blocks, 2), [k, -1])
+    blocks = [rewriter.call(aten.reshape.default, each, [*lead, group_size, -1]) for each in parts]
+    return rewriter.call(aten.reshape.default, rewriter.call(aten.cat.default, blocks, -1), [*lead, -1])
 
 
 def _part(start: Node) -> Part:
@@ -274,4 +257,4 @@ def _start_after(node: Node) -> Node | None:
         return None
     last = follow(node, Layout.of(value(node).shape))[-1][0]
     user = next(iter(last.users)) if len(last.users) == 1 else None
-    return user if user is not None and collectives.kind_of(user) == KIND else None
+    return user if user is not None and collectives.kind_of(user) == "all_to_all" else None

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.fuse.match_reduce import Reduced
-from fusedcomm.compile.graph.collectives import communicates, late_inputs
-from fusedcomm.compile.graph.layout import CannotFuse, Layout, Size
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.collectives import Collective, communicates, late_inputs
+from fusedcomm.compile.graph.layout import CannotFuse, Size
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import args_of
-from fusedcomm.compile.graph.views import CASTS, RESHAPES, SAME, follow, sizes_of, value
+from fusedcomm.compile.graph.views import CASTS, RESHAPES, SAME, sizes_of, value
 
 aten = torch.ops.aten
 NO_TAIL = "no residual and RMSNorm that an op has stand behind it"  # never shown: the op without them is next
@@ -34,28 +33,17 @@ class Tail:
         bias = self.bias if self.bias is None else rewriter.reshape(self.bias, shape[-1:])
         return bias, rewriter.reshape(self.residual, shape), self.weight, self.eps
 
-    def results(self, rewriter: Rewriter, call: Node) -> tuple[Node, Node]:
-        """The op's results in the places of the program's."""
-        olds = self.normed, self.added
-        found = [rewriter.call(operator.getitem, call, i) for i in range(2)]
-        shaped = [rewriter.reshape(new, sizes_of(value(old))) for new, old in zip(found, olds, strict=True)]
-        return rewriter.result(shaped[0], olds[0]), rewriter.result(shaped[1], olds[1])
-
-    def replace(self, normed: Node, added: Node) -> None:
-        replace_node(self.normed, normed)
-        if not self.added._erased:  # else the norm alone has read it
-            replace_node(self.added, added)
+    def results(self, rewriter: Rewriter, call: Node) -> dict[Node, Node]:
+        """The op's results by the program's nodes that they replace, the sum last."""
+        shaped = {}
+        for i, old in enumerate((self.normed, self.added)):
+            new = rewriter.reshape(rewriter.call(operator.getitem, call, i), sizes_of(value(old)))
+            shaped[old] = rewriter.result(new, old)
+        return shaped
 
 
-def find(reduced: Reduced, received: Layout, product: Layout) -> Tail:
-    """The tail of the reduction of a product. Raises CannotFuse."""
-    collective, columns = reduced.collective, product.dims[-1]
-    y, layout = follow(collective.wait, received)[-1]
-    is_plain = (reduced.product.bias, reduced.product.scales) == (None, None)
-    if collective.reduce_op != "sum" or not is_plain or reduced.blocks in columns:
-        raise CannotFuse(NO_TAIL)
-    if layout.order != [f for f in product.order if f is not reduced.blocks] or layout.dims[-1] != columns:
-        raise CannotFuse(NO_TAIL)
+def find(collective: Collective, y: Node) -> Tail:
+    """The tail behind ``y``, the rearranged result of a sum. Raises CannotFuse."""
     added, other = _sum(y)
     bias = other if _is_per_column(other, y) else None
     if bias is not None:

@@ -16,8 +16,6 @@ from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.scaling import BYTES, VALUES
 
-OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")  # each has the name of its kind
-
 
 def rewrite(rewriter: Rewriter, start: Node) -> Node:
     """The op in the place of the collective that starts here and of its waits. Raises CannotFuse.

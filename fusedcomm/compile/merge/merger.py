@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.fuse.fuser import can_fuse
+from fusedcomm.compile.fuse.fuser import products_beside
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
@@ -96,7 +96,7 @@ class Merger:
         return True
 
     def _num_fused(self, starts: Iterable[Node]) -> int:
-        return sum(can_fuse(start, self.fuse_ops) for start in starts)
+        return sum(bool(products_beside(start, self.fuse_ops)) for start in starts)
 
 
 def find(start: Node, mesh: FlattenedMesh) -> list[Chain]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.fuse.fuser import can_fuse
+from fusedcomm.compile.fuse.fuser import products_beside
 from fusedcomm.compile.fuse.match_reduce import REDUCE_OPS
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
@@ -82,7 +82,7 @@ class SumMerger:
     def _merge(self, a: Term, b: Term) -> Term:
         """Make a's term the reduction of both, and b's go."""
         starts = [a.collective.start, b.collective.start]
-        all_fused = all(can_fuse(start, self.fuse_ops) for start in starts)
+        all_fused = all(products_beside(start, self.fuse_ops) for start in starts)
         with self.rewriter.before(max(starts), like=starts[0]):
             x, start = self._emit(a, b)
             wait = self.rewriter.call(functional.wait_tensor.default, start)
@@ -117,7 +117,7 @@ class SumMerger:
             for term in {a.x: a, b.x: b}.values():
                 readers = [user for user in term.x.users if user not in self.rewriter.created]
                 stack.enter_context(hidden_from(term.x, readers))
-            if not can_fuse(wait.args[0], self.fuse_ops):  # type: ignore[arg-type]
+            if not products_beside(wait.args[0], self.fuse_ops):  # type: ignore[arg-type]
                 raise CannotFuse("merged, fewer could be fused with matmuls")
 
 
