@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,13 @@ class _Run:
         self.notes = {node.name: note_of(node) for node in self.graph.nodes if collectives.kind_of(node)}
         checks += self._change_together()
         fused, plain = (self.scheduled.fused, []) if self.scheduled is not None else self._fuse()
-        lines = self._of_collectives(fused, plain)
+        ops = {start: each for each in plain + fused for start in each.savings_us}  # fused, unread parts may be plain
+        self.hints = breaks.hints(self.graph)
+        gone = {start: facts for start, facts in self.before.items() if start not in self.starts}
+        lines = [
+            self._line(start, *facts, ops.get(start), ops.get(start) in plain)
+            for start, facts in (gone | self.starts).items()
+        ]
         digests.check_first(self.graph, checks)
         return lines + [
             CollectiveReport(self.phase, "exposed", name, source_of(node), node.name, reason=_OPAQUE)
@@ -220,16 +227,6 @@ class _Run:
         settle(self.graph)
         return fused, plain
 
-    def _of_collectives(self, fused_ones: list[Fused], plain_ones: list[Fused]) -> list[CollectiveReport]:
-        fused, self.plain = (
-            {start: each for each in found for start in each.savings_us} for found in (fused_ones, plain_ones)
-        )
-        self.hints = breaks.hints(self.graph)
-        return [self._merged(start, *facts) for start, facts in self.before.items() if start not in self.starts] + [
-            self._fused(start, *facts, fused[start]) if start in fused else self._left(start, *facts, self.scheduled)
-            for start, facts in self.starts.items()
-        ]
-
     def _starts(self) -> dict[str, tuple[str, str]]:
         """Name -> (kind, source) of every collective."""
         return {
@@ -247,35 +244,27 @@ class _Run:
             inductor_order.mark(self.graph)
         return report
 
-    def _merged(self, start: str, kind: str, source: str) -> CollectiveReport:
-        into = _last(start, self.sums.into | self.merger.into)
-        return CollectiveReport(self.phase, "merged", kind, source, start, reason=f"into {into}")
-
-    def _fused(self, start: str, kind: str, source: str, fused: Fused) -> CollectiveReport:
-        call, saving = FusedCall.of(fused.op, fused.node), fused.savings_us[start]
-        reason = self.notes.get(start, "")
-        return CollectiveReport(self.phase, "fused", kind, source, start, fused.op, reason, saving, call)
-
-    def _left(self, start: str, kind: str, source: str, scheduled: OverlapReport | None) -> CollectiveReport:
+    def _line(self, start: str, kind: str, source: str, op: Fused | None, is_plain: bool) -> CollectiveReport:
+        of = partial(CollectiveReport, self.phase, collective=kind, source=source, node=start)
         note = self.notes.get(start, "")
+        if start not in self.starts:
+            return of("merged", reason=f"into {_last(start, self.sums.into | self.merger.into)}")
+        if op is not None:
+            of = partial(of, op=op.op, call=FusedCall.of(op.op, op.node), saving_us=op.savings_us[start])
+            if not is_plain:
+                return of("fused", reason=note)
         reasons = self.merger.reasons.get(start, []) + self.fuser.reasons.get(start, [])
         if note:
             reasons = [note] if note.startswith(CARRIES) else [*reasons, note]
-        reason = "; ".join(reasons) or f"no op of fusedcomm fuses {kind}"
-        reason += self.hints.get(start, "")
-        if start in self.plain:
-            call = FusedCall.of(self.plain[start].op, self.plain[start].node)
-            return CollectiveReport(self.phase, "plain", kind, source, start, call.op, reason, call=call)
-        line = None if scheduled is None else scheduled.line(start)
-        if line is None:
-            return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason)
-        saving = (line.alone_ms - line.exposed_ms) * 1e3
+        reason = ("; ".join(reasons) or f"no op of fusedcomm fuses {kind}") + self.hints.get(start, "")
+        line = None if self.scheduled is None else self.scheduled.line(start)
+        if is_plain or line is None:
+            return of("plain" if is_plain else "exposed", reason=reason)
+        of = partial(of, saving_us=(line.alone_ms - line.exposed_ms) * 1e3)
         if line.hidden:
             together = "" if line.node == start else f", as part of {line.node}"
-            reason = f"beside {len(line.hidden_by)} kernels{together}"
-            return CollectiveReport(self.phase, "overlapped", kind, source, start, reason=reason, saving_us=saving)
-        reason = f"{line.exposed_ms * 1e3:.0f} of {line.alone_ms * 1e3:.0f} us exposed; {reason}"
-        return CollectiveReport(self.phase, "exposed", kind, source, start, reason=reason, saving_us=saving)
+            return of("overlapped", reason=f"beside {len(line.hidden_by)} kernels{together}")
+        return of("exposed", reason=f"{line.exposed_ms * 1e3:.0f} of {line.alone_ms * 1e3:.0f} us exposed; {reason}")
 
 
 def _last(name: str, gone: dict[str, str]) -> str:
