@@ -22,8 +22,7 @@ from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import breaks, collectives, opaque, sequence
 from fusedcomm.compile.graph.attempt import attempt
-from fusedcomm.compile.graph.reader import Digest
-from fusedcomm.compile.graph.sequence import communicating
+from fusedcomm.compile.graph.sequence import Digest, communicating
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger

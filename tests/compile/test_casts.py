@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from fusedcomm.compile.graph.casts import is_one_cast
+from fusedcomm.compile.graph.views import is_one_cast
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers.graphs import aten_graph

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedcomm
 from fusedcomm.compile.overlap.estimator import Estimator, reach
-from fusedcomm.compile.overlap.node_cost import NodeCost
+from fusedcomm.compile.overlap.node_work import NodeCost
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.memory import members
 from fusedcomm.memory.topology import Topology

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusedcomm  # noqa: F401
 from fusedcomm.compile.graph.collectives import kind_of
 from fusedcomm.compile.graph.layout import ASSUMED_SIZE
-from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
+from fusedcomm.compile.overlap.node_work import NodeCost, Transfer
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.simulator import simulate
 from fusedcomm.compile.overlap.timeline import Timeline

@@ -23,11 +23,10 @@ from fusedcomm.compile.fuse.fuser import products_beside
 from fusedcomm.compile.fuse.time_saved import seconds_left
 from fusedcomm.compile.graph import collectives, sequence
 from fusedcomm.compile.graph.attempt import attempt
-from fusedcomm.compile.graph.effects import writes_before_end
+from fusedcomm.compile.graph.effects import sort, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
-from fusedcomm.compile.graph.reader import Digest
 from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs, stand_for
-from fusedcomm.compile.graph.sort import sort
+from fusedcomm.compile.graph.sequence import Digest
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import WAIT, value
 from fusedcomm.memory.consent import YES

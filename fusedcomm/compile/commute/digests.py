@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
-from fusedcomm.compile.graph.reader import Digest
 from fusedcomm.compile.graph.rewrite import Rewriter
+from fusedcomm.compile.graph.sequence import Digest
 from fusedcomm.compile.graph.views import WAIT, value
 
 MOVED = "fusedcomm_moved"  # in the metadata of nodes in the exchanged layout: the group's name

@@ -34,8 +34,8 @@ from fusedcomm.compile.commute.places import (
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient
 from fusedcomm.compile.graph.matmuls import name_of
-from fusedcomm.compile.graph.reader import is_fill
 from fusedcomm.compile.graph.rewrite import Rewriter
+from fusedcomm.compile.graph.sequence import is_fill
 from fusedcomm.compile.graph.split_cat import args_of
 from fusedcomm.compile.graph.views import CASTS, PERMUTES, SAME, WAIT, value
 

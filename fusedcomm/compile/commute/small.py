@@ -12,9 +12,9 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMALL
 from fusedcomm.compile.commute.places import shape
+from fusedcomm.compile.graph.effects import sort
 from fusedcomm.compile.graph.layout import product
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
-from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, value
 
 aten = torch.ops.aten

@@ -11,11 +11,10 @@ from fusedcomm.compile.fuse import cut_results, match_gather, match_reduce, matm
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.compile.graph import collectives, normalize
 from fusedcomm.compile.graph.attempt import attempt
-from fusedcomm.compile.graph.effects import writes_before_end
+from fusedcomm.compile.graph.effects import sort, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import Product
 from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
-from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, is_read, merge_views, value
 
 

@@ -18,12 +18,11 @@ from torch.fx import Node
 from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
-from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, matmul, name_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
-from fusedcomm.compile.graph.views import advance, along, derived, is_cast, path_back, value, viewed_bytes
+from fusedcomm.compile.graph.views import advance, along, derived, is_cast, is_one_cast, path_back, value, viewed_bytes
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.scaling import BYTES
 

@@ -15,12 +15,11 @@ from torch.fx import Node
 from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.fuse.match_gather import depends_on
 from fusedcomm.compile.graph import collectives
-from fusedcomm.compile.graph.casts import is_one_cast
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
-from fusedcomm.compile.graph.views import along, follow, path_back, value
+from fusedcomm.compile.graph.views import along, follow, is_one_cast, path_back, value
 from fusedcomm.plan.geometry.cut import EVEN
 
 aten = torch.ops.aten

@@ -1,9 +1,9 @@
 """Chains of nodes that only rearrange or cast a tensor, between a matmul and a collective."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ RESHAPES = {
 }
 PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
 REARRANGES = SAME | PERMUTES | RESHAPES
+_WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # with infinities, signed zeros and subnormals
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 VIEWS = PERMUTES | RESHAPES | split_cat.CUTS | {operator.getitem}
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -178,6 +179,17 @@ def is_read(node: Node) -> bool:
 
 def is_cast(node: Node) -> bool:
     return node.target in CASTS
+
+
+def is_one_cast(dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether casts through ``dtypes`` equal one cast from the first to the last."""
+    first, *others = [dtype for dtype, _ in groupby(dtypes)]
+    return all(between == first or _keeps(first, between) for between in others[:-1])
+
+
+def _keeps(a: torch.dtype, b: torch.dtype) -> bool:
+    """Whether b has every value of a, as far as chains of floats need it."""
+    return a in _WIDE and b in _WIDE and torch.promote_types(a, b) == b
 
 
 def derived(node: Node) -> Iterator[tuple[Node, Node | None]]:

@@ -16,11 +16,10 @@ from fusedcomm.compile.fuse.fuser import products_beside
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
-from fusedcomm.compile.graph.effects import has_messages, writes_before_end
+from fusedcomm.compile.graph.effects import has_messages, sort, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse, Layout
 from fusedcomm.compile.graph.matmuls import name_of
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
-from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.compile.merge.mesh_moves import Moves

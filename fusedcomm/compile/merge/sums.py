@@ -17,10 +17,10 @@ from fusedcomm.compile.fuse.match_reduce import REDUCE_OPS
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
+from fusedcomm.compile.graph.effects import sort
 from fusedcomm.compile.graph.layout import CannotFuse, Layout, size_of
 from fusedcomm.compile.graph.matmuls import check_single_use
 from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
-from fusedcomm.compile.graph.sort import sort
 from fusedcomm.compile.graph.views import WAIT, along, path_back, value
 from fusedcomm.compile.merge.merger import obstacle
 

@@ -37,8 +37,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.collectives import WAITS, argument_of, kind_of, memberships
 from fusedcomm.compile.overlap import node_work
-from fusedcomm.compile.overlap.node_cost import NodeCost, Transfer
-from fusedcomm.compile.overlap.node_work import Work
+from fusedcomm.compile.overlap.node_work import NodeCost, Transfer, Work
 from fusedcomm.memory import group, members
 from fusedcomm.memory.group import store
 from fusedcomm.memory.topology import tf32_allowed

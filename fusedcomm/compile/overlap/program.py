@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm.compile.graph.collectives import WAITS, kind_of
 from fusedcomm.compile.overlap import dependencies
 from fusedcomm.compile.overlap.memory import Memory
-from fusedcomm.compile.overlap.node_cost import NodeCost
+from fusedcomm.compile.overlap.node_work import NodeCost
 
 
 class Program:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.overlap.node_cost import Transfer
+from fusedcomm.compile.overlap.node_work import Transfer
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.timeline import Line, Timeline
 
