@@ -191,12 +191,10 @@ class Mover:
 
     def _sum(self, node: Node, exchanged: Node, place: Place) -> Node:
         size, rewriter, dtype = shape(exchanged), self.rewriter, value(node).dtype
-        exchanged = rewriter.cast(exchanged, dtype)  # as sum(x, dtype=dtype) does before it adds
-        at, ndim = len(size) + place.dim, len(size)
-        dims = [d % ndim for d in dims_argument(node)]
-        outer = _known_quotient(size[at], place.inner * self.group_size)
-        parts = rewriter.reshape(exchanged, [*size[:at], outer, self.group_size, place.inner, *size[at + 1 :]])
-        parts = rewriter.call(aten.permute.default, parts, [at + 1, *(d for d in range(ndim + 2) if d != at + 1)])
+        at, dims = len(size) + place.dim, [d % len(size) for d in dims_argument(node)]
+        parts = self._by_block(
+            rewriter.cast(exchanged, dtype), place
+        )  # cast as sum(x, dtype=dtype) does before it adds
         summed = [d + 1 if d < at else d + 2 for d in dims if d != at] + [at + 1, at + 2]
         if dtype.is_floating_point:
             dtype = torch.promote_types(dtype, torch.float32)  # rounded once, when all parts are added
@@ -228,15 +226,20 @@ class Mover:
     # writing
 
     def _all_to_all(self, node: Node, place: Place, small: str | None) -> Node:
-        size, rewriter = shape(node), self.rewriter
-        at, group_size = len(size) + place.dim, self.group_size
-        outer = _known_quotient(size[at], place.inner * group_size)
-        cut = rewriter.reshape(node, [*size[:at], outer, group_size, place.inner, *size[at + 1 :]])
-        dims = [at + 1, *(d for d in range(len(size) + 2) if d != at + 1)]
-        sent = rewriter.call(aten.permute.default, cut, dims)
-        received = self._start_and_wait(sent, small)
+        size = shape(node)
+        at = len(size) + place.dim
+        received = self._start_and_wait(self._by_block(node, place), small)
         back = [*range(1, at + 2), 0, *range(at + 2, len(size) + 2)]
-        return rewriter.reshape(rewriter.call(aten.permute.default, received, back), size)
+        return self.rewriter.reshape(self.rewriter.call(aten.permute.default, received, back), size)
+
+    def _by_block(self, node: Node, place: Place) -> Node:
+        """[R, ..., outer, inner, ...]: all that one rank gets is together."""
+        size = shape(node)
+        at = len(size) + place.dim
+        outer = _known_quotient(size[at], place.inner * self.group_size)
+        cut = self.rewriter.reshape(node, [*size[:at], outer, self.group_size, place.inner, *size[at + 1 :]])
+        dims = [at + 1, *(d for d in range(len(size) + 2) if d != at + 1)]
+        return self.rewriter.call(aten.permute.default, cut, dims)
 
     def _start_and_wait(self, sent: Node, small: str | None) -> Node:
         call, splits, size, dtype = self.rewriter.call, [1] * self.group_size, shape(sent), value(sent).dtype

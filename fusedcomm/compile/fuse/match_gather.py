@@ -158,17 +158,9 @@ class Gathered:
         order = [f for dim in (*sent.received.dims[:-1], (n,)) for f in dim]
         return rewriter.arrange(y, order, Layout((*received.dims[:-1], (n,))))
 
-    def keeps_order(self, sent: SentDims) -> bool:
-        return wire.keeps_order([f for dim in sent.dims for f in dim], self.sent_layout.order, self.blocks)
-
     def sent(self, rewriter: Rewriter, dims: list[list[Factor]], dtypes: Sequence[torch.dtype]) -> Node:
         x = rewriter.arrange(self.x, self.x_layout.order, Layout(tuple(map(tuple, dims))))
         return rewriter.cast(rewriter.viewed(x, dtypes[0]), dtypes[-1])
-
-    def dtype_sent_for(self, reader: Reader) -> torch.dtype:
-        """The dtype of the payload; float8 values are the bytes that the collective may send."""
-        own, is_cast = value(self.collective.sent).dtype, reader.dtypes[0] != reader.dtypes[-1]
-        return own if own in BYTES and not is_cast else reader.dtypes[-1]
 
     def rows(self, sent: SentDims, gathered: bool) -> list[Size]:
         """The dims of the op's rows: of its gathered x, or of x."""
@@ -243,7 +235,9 @@ class GatherMatch:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.gathered.dtype_sent_for(self.reader)
+        """The dtype of the payload; float8 values are the bytes that the collective may send."""
+        own, dtypes = value(self.gathered.collective.sent).dtype, self.reader.dtypes
+        return own if own in BYTES and dtypes[0] == dtypes[-1] else dtypes[-1]
 
     @property
     def sent(self) -> SentDims:
@@ -251,7 +245,8 @@ class GatherMatch:
 
     @property
     def keeps_order(self) -> bool:
-        return self.gathered.keeps_order(self.sent)
+        order = [f for dim in self.sent.dims for f in dim]
+        return wire.keeps_order(order, self.gathered.sent_layout.order, self.gathered.blocks)
 
     def scaling(self, rewriter: Rewriter) -> list[Any]:
         """The arguments of the sibling for float8 operands, with a list of the scales of w."""

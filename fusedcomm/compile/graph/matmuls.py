@@ -67,12 +67,6 @@ class Product:
         of_x, of_w = ([*rows, 1], [1, *self.y.shape[-1:]]) if by_row else ([], [])
         return [rewriter.reshape(x, of_x), rewriter.reshape(w, of_w), value(self.node).dtype, fast]
 
-    def joined(self, rewriter: Rewriter) -> tuple[Node, Node]:
-        """x and w, over the K of all matmuls."""
-        if len(self.xs) == 1:
-            return self.xs[0], self.ws[0]
-        return tuple(rewriter.call(aten.cat.default, list(each), dim) for each, dim in ((self.xs, -1), (self.ws, -2)))  # type: ignore[return-value]
-
     def x(self, rewriter: Rewriter, rows: list[list[Factor]]) -> Node:
         """x with its leading dims as given; in a batched matmul they may reorder the rows."""
         if self.batched:

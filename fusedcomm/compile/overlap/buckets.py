@@ -4,7 +4,6 @@ This pays where the compute stream waits for the link, and the tensors are so sm
 takes less than the latencies that are saved.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -18,6 +17,7 @@ from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
 from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.overlap.estimator import Estimator
+from fusedcomm.compile.overlap.node_work import bytes_of
 from fusedcomm.compile.overlap.program import Program
 from fusedcomm.compile.overlap.timeline import Line, Timeline
 
@@ -66,13 +66,13 @@ class _Open:
         self.kind, self.group_name, self.group_size = member.kind, member.group_name, member.group_size
         self.names = [member.start.name]
         self.first_wait = position[member.wait]
-        self.sent_bytes = _sent_bytes(member)
+        self.sent_bytes = bytes_of(member.sent)
         self.apart_ms = estimator.transfer(self.kind, self.sent_bytes, self.group_name).ms
         self.saved_ms = 0.0
 
     def takes(self, member: Collective, position: Mapping[Node, int], estimator: Estimator) -> bool:
         """Add member if it starts before another is waited for, and saves more than packing takes. Returns whether."""
-        sent_bytes = _sent_bytes(member)
+        sent_bytes = bytes_of(member.sent)
         total, number = self.sent_bytes + sent_bytes, len(self.names) + 1
         apart_ms = self.apart_ms + estimator.transfer(self.kind, sent_bytes, self.group_name).ms
         together_ms = estimator.transfer(self.kind, total, self.group_name).ms + estimator.copy_ms(total)
@@ -138,22 +138,15 @@ def _member(start: Node) -> Collective | None:
     return collective if block_bytes and block_bytes % ALIGNMENT == 0 else None
 
 
-def _sent_bytes(member: Collective) -> float:
-    sent = value(member.sent)
-    return sent.numel() * sent.dtype.itemsize
-
-
 def _start(rewriter: Rewriter, members: Sequence[Collective]) -> Node:
-    first, num_ranks = members[0], members[0].group_size
-    if first.kind in ("all_gather", "all_reduce"):
-        sent = rewriter.call(aten.cat.default, [rewriter.reshape(each.sent, [_numel(each.sent)]) for each in members])
-    else:
-        blocks = [rewriter.reshape(each.sent, [num_ranks, _numel(each.sent) // num_ranks]) for each in members]
-        sent = rewriter.call(aten.cat.default, blocks, 1)
+    first = members[0]
+    rows = 1 if first.kind in ("all_gather", "all_reduce") else first.group_size
+    blocks = [rewriter.reshape(each.sent, [rows, value(each.sent).numel() // rows]) for each in members]
+    sent = rewriter.call(aten.cat.default, blocks, 1)
     _, *others = first.start.args
     if first.kind == "all_to_all":
-        others[:2] = [[1] * num_ranks] * 2  # a row for each rank
-    elif first.kind == "reduce_scatter":
+        others[:2] = [[1] * rows] * 2  # a row for each rank
+    else:
         sent = rewriter.reshape(sent, [value(sent).numel()])
     return rewriter.call(first.start.target, sent, *others)
 
@@ -167,7 +160,7 @@ def _results(rewriter: Rewriter, members: Sequence[Collective], received: Node) 
     num_blocks = 1 if dim == 0 else first.group_size
     ends = [0]
     for member in members:
-        ends.append(ends[-1] + _numel(member.wait) // num_blocks)
+        ends.append(ends[-1] + value(member.wait).numel() // num_blocks)
     results = []
     for member, (begin, end) in zip(members, pairwise(ends), strict=True):
         own = rewriter.call(aten.slice.Tensor, received, dim, begin, end)
@@ -175,7 +168,3 @@ def _results(rewriter: Rewriter, members: Sequence[Collective], received: Node) 
             own = rewriter.call(aten.clone.default, own, memory_format=torch.contiguous_format)
         results.append(rewriter.call(aten.view.default, own, list(value(member.wait).shape)))
     return results
-
-
-def _numel(node: Node) -> int:
-    return math.prod(value(node).shape)

@@ -179,11 +179,8 @@ class Estimator:
         """Return the cost of ``torch.ops.fusedcomm.<op>(*args)``; tensors can be fake."""
         plain = pytree.tree_map(node_work.stand_in, list(args))
         group_name = OPS[op].by_name(plain)["group_name"]
-        try:
-            exchange = OPS[op].exchange_of(OPS[op].bind(plain)).for_all
-            dtype = planner.dtype_name(OPS[op].sent_dtype(OPS[op].bind(plain)), self.tf32)
-        except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
-            return self._unknown_fused(op, plain)
+        exchange = OPS[op].exchange_of(OPS[op].bind(plain)).for_all
+        dtype = planner.dtype_name(OPS[op].sent_dtype(OPS[op].bind(plain)), self.tf32)
         chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
         kind = KINDS[op]
         sent_bytes = chunk_bytes * (1 if kind == "all_gather" else exchange.group_size)
@@ -222,19 +219,10 @@ class Estimator:
         schema = node.target._schema  # type: ignore[union-attr]
         named = dict(zip((arg.name for arg in schema.arguments), node.args, strict=False)) | node.kwargs
         args = [named.get(arg.name, arg.default_value) for arg in schema.arguments if not arg.is_out]
-        return self.fused(schema.name.split("::")[1], args)
-
-    def _unknown_fused(self, op: str, args: list[Any]) -> NodeCost:
-        """An estimate from the numbers of elements alone."""
-        kind, (x, ws) = KINDS[op], args[:2]
-        num_columns = sum(w.shape[-1] for w in pytree.tree_leaves(ws) if isinstance(w, Tensor))
-        named = OPS[op].by_name(args)
-        numel = x.numel() * (named["group_size"] if kind == "all_gather" else 1)  # elements of the matmul's input
-        compute_ms = 1e3 * self._roofline(2.0 * numel * num_columns, 0, x.dtype)
-        out_bytes = numel // max(1, x.shape[-1]) * num_columns * x.dtype.itemsize
-        sent_bytes = out_bytes if "matmul_" in op else node_work.num_bytes(x)
-        transfer = self.transfer(kind, sent_bytes, named["group_name"])
-        return NodeCost(compute_ms, transfer, compute_ms + transfer.ms)
+        try:
+            return self.fused(schema.name.split("::")[1], args)
+        except (ValueError, KeyError):  # sizes are not known, or the op would not take the dtype
+            return NodeCost(self._compute_ms(node, Work.MOVE))
 
     def _compute_ms(self, node: Node, kind: Work) -> float:
         if kind in (Work.NOTHING, Work.VIEW):
