@@ -25,7 +25,7 @@ from fusedcomm.compile.graph import collectives, sequence
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.effects import sort, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
-from fusedcomm.compile.graph.rewrite import erase_unused, held_outputs, stand_for
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, stand_for
 from fusedcomm.compile.graph.sequence import Digest
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import WAIT, value
@@ -106,12 +106,13 @@ def erase_copies(graph: Graph, of_backward: bool) -> None:
     its operand and the values computed from its result are saved, and a moved one into both. An unread collective of
     the program itself stays in its own graph, as peers may read theirs; so do recomputed ones.
     """
+    rewriter = Rewriter(graph)
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         start = wait
         while start.target is WAIT:
             start = start.args[0]
         if not wait.users and (MOVED in start.meta or (of_backward and _is_of_forward(start))):
-            erase_unused(wait)
+            rewriter.erase_unused(wait)
 
 
 def _is_of_forward(node: Node) -> bool:
@@ -228,7 +229,7 @@ class _Moved:
             stand_for(old, node)
             old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in mover.created)
         for node in [*new, *reversed(behind.nodes), *reversed(list(mover.created))]:
-            erase_unused(node)
+            mover.rewriter.erase_unused(node)
         sort(self.graph)
 
     def _attempt(self, bits: int, act: Callable[..., Any], *args: Any) -> Any:

@@ -22,7 +22,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.layout import Size
 from fusedcomm.compile.graph.matmuls import MATMULS
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import SLICE, args_of
 from fusedcomm.compile.graph.views import value
 
@@ -141,7 +141,7 @@ def _cut_reader(rewriter: Rewriter, matmul: Node, view: Node, groups: Sequence[P
             result = call(aten.addmm.default, *bias, *pairs[-1]) if bias else call(aten.mm.default, *pairs[-1])
             for pair in pairs[:-1]:
                 result = call(aten.add.Tensor, call(aten.mm.default, *pair), result)
-    replace_node(matmul, result)
+    rewriter.replace(matmul, result)
 
 
 def _two_dims(rewriter: Rewriter, group: Part, rows: Size, dtype: torch.dtype) -> Node:
@@ -167,7 +167,7 @@ def _cut_result(rewriter: Rewriter, matmul: Node, towards: set[Node]) -> None:
                 begin, end = (each - group.begin for each in columns[node])
                 new[node] = _of_columns(rewriter, y, begin, end, node)
     for node, part in new.items():
-        replace_node(node, part)
+        rewriter.replace(node, part)
 
 
 def _of_columns(rewriter: Rewriter, y: Node, begin: int, end: int, like: Node) -> Node:

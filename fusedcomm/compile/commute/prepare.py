@@ -5,7 +5,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.fuse.fuser import Fuser
-from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs
 from fusedcomm.compile.graph.split_cat import args_of
 from fusedcomm.compile.graph.views import sizes_of, value
 
@@ -24,7 +24,7 @@ def prepared(graph: Graph) -> Graph:
             if isinstance(source, Node) and sizes_of(value(source)) == sizes_of(value(node)):
                 with rewriter.before(node, like=node):
                     result = rewriter.cast(source, value(node).dtype)
-                replace_node(node, result)
+                rewriter.replace(node, result)
     return new
 
 

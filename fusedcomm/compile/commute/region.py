@@ -24,7 +24,7 @@ from fusedcomm.compile.commute.places import (
 from fusedcomm.compile.graph.effects import has_effects, is_write
 from fusedcomm.compile.graph.layout import CannotFuse, product, quotient
 from fusedcomm.compile.graph.matmuls import MATMULS, name_of
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import is_fill
 from fusedcomm.compile.graph.views import WAIT, is_cast, source
 
@@ -119,7 +119,7 @@ def _as_sums(mover: Mover, node: Node) -> list[Node]:
             results = [rewriter.call(aten.squeeze.dims, each, dims) for each in results]
     for user in list(node.users):
         assert user.target is operator.getitem
-        replace_node(user, results[user.args[1]])  # type: ignore[index]
+        rewriter.replace(user, results[user.args[1]])  # type: ignore[index]
     return rewriter.created
 
 

@@ -14,7 +14,7 @@ from fusedcomm.compile.commute.mover import CONSTANTS, GRADIENTS, PURPOSES, SMAL
 from fusedcomm.compile.commute.places import shape
 from fusedcomm.compile.graph.effects import sort
 from fusedcomm.compile.graph.layout import product
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import WAIT, value
 
 aten = torch.ops.aten
@@ -80,4 +80,4 @@ def _join(rewriter: Rewriter, starts: list[Node]) -> None:
         each.meta[MOVED] = last.args[-1]
     for old, part in zip(starts, parts, strict=True):
         (wait,) = old.users
-        replace_node(wait, part)
+        rewriter.replace(wait, part)

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, product
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import SPLITS, UNBIND, part, shape_of
 from fusedcomm.compile.graph.views import RESHAPES, path_back
 
@@ -42,7 +42,7 @@ def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], o
                 y.replace_all_uses_with(node, delete_user_cb=lambda user: user not in rewriter.created)
             raise CannotFuse("a part of the matmul's result is exchanged, which cannot be fused alone")
     for node in new:
-        erase_unused(node)
+        rewriter.erase_unused(node)
 
 
 def product_of_columns(rewriter: Rewriter, matmul: Node, begin: int, end: int) -> Node:

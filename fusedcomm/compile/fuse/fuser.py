@@ -14,7 +14,7 @@ from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.effects import sort, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import Product
-from fusedcomm.compile.graph.rewrite import Rewriter, erased, held_outputs
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs
 from fusedcomm.compile.graph.views import WAIT, is_read, merge_views, value
 
 
@@ -142,12 +142,11 @@ class Fuser:
                 raise CannotFuse(reason)
         savings = {each.start.name: saving_us(each, match.products) for each in match.collectives}
         is_unread = not any(is_read(each.wait) for each in match.collectives)
-        with erased() as names:
-            node = fusion.rewrite(self.rewriter, match)
-        created = self.rewriter.created
+        node = fusion.rewrite(self.rewriter, match)
+        created, erased = self.rewriter.created, self.rewriter.erased
         if is_unread:
             created = [*created, self._waited_for(node)]
-        return Fused(node.target._opname, node, savings, tuple(names), tuple(created))
+        return Fused(node.target._opname, node, savings, tuple(erased), tuple(created))
 
     def _waited_for(self, op: Node) -> Node:
         """A wait keeps an unread op, as it keeps a collective: peers may read theirs, and wait for this rank."""

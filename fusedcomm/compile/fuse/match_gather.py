@@ -21,7 +21,7 @@ from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, matmul, name_of
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, group_factors, replace_node, sizes, stand_for
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes, stand_for
 from fusedcomm.compile.graph.views import advance, along, derived, is_cast, is_one_cast, path_back, value, viewed_bytes
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.scaling import BYTES
@@ -345,9 +345,9 @@ def rewrite(rewriter: Rewriter, match: GatherMatch) -> Node:
             stand_for(other.node, seen)
             user.replace_input_with(other.node, seen)
     for node, result in zip(nodes, results, strict=True):
-        replace_node(node, result)
+        rewriter.replace(node, result)
     for each in reversed(found.readers):
-        erase_unused(each.node)
+        rewriter.erase_unused(each.node)
     return call
 
 

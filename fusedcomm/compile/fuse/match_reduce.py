@@ -21,7 +21,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.matmuls import Product, check_single_use, producer
-from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes
 from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, sizes_of, value
 from fusedcomm.plan.geometry import payloads, shapes
 from fusedcomm.plan.geometry.cut import EVEN
@@ -133,7 +133,7 @@ def rewrite(rewriter: Rewriter, match: ReduceMatch) -> Node:
             new = match.tail.results(rewriter, call)
     for old, result in new.items():
         if not old._erased:  # as a sum that the norm alone has read
-            replace_node(old, result)
+            rewriter.replace(old, result)
     return call
 
 

@@ -18,7 +18,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, check_single_use, producer
-from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, replace_node, sizes
+from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes
 from fusedcomm.compile.graph.views import along, follow, is_one_cast, path_back, value
 from fusedcomm.plan.geometry.cut import EVEN
 
@@ -140,7 +140,7 @@ def rewrite(rewriter: Rewriter, match: MatmulAllToAllMatch) -> Node:
         operands = product.x(rewriter, rows), product.w(rewriter, batch), product.per_column(rewriter, product.bias)
         result = _call(rewriter, part, operands, rows, columns, before)
         out = rewriter.result(rewriter.arrange(result, part.written(y, before), part.layout), part.target)
-    replace_node(part.target, out)
+    rewriter.replace(part.target, out)
     return result
 
 
@@ -164,7 +164,7 @@ def _rewrite_several(rewriter: Rewriter, parts: Sequence[Part]) -> Node:
             own = rewriter.call(aten.slice.Tensor, y, len(rows) + 1, begin, end)
             outs.append(rewriter.result(rewriter.arrange(own, part.result, part.layout), part.target))
     for part, out in zip(parts, outs, strict=True):
-        replace_node(part.target, out)
+        rewriter.replace(part.target, out)
     return y
 
 

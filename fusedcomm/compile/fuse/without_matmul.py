@@ -11,7 +11,7 @@ from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import argument_of
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
 from fusedcomm.compile.graph.matmuls import DTYPES
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.scaling import BYTES, VALUES
@@ -45,7 +45,7 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
         waits += [user for user in node.users if user.target is WAIT]
     for node in reversed(waits):
         if not node._erased:
-            replace_node(node, result)
+            rewriter.replace(node, result)
     return op
 
 

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import UNEVEN, functional
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, quotient, size_of
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, part, shape_of
 from fusedcomm.compile.graph.views import SAME, follow, value
 
@@ -79,7 +79,7 @@ def rewrite(rewriter: Rewriter, exchange: Exchange) -> Node:
         result = rewriter.arrange(wait, received.order, exchange.after)
         if value(exchange.node).is_contiguous():
             result = rewriter.contiguous(result)
-    replace_node(exchange.node, result)
+    rewriter.replace(exchange.node, result)
     return start
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import functional, size_of_group
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
-from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs
 
 _KNOWN = {"aten", "prims", "prim", "inductor", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d"}
 _KNOWN |= {"fusedcomm", "symm_mem", "fsdp"}
@@ -108,10 +108,10 @@ def _expand(rewriter: Rewriter, node: Node) -> None:
         results: Any = map_arg(traced.output_node().args[0], copies.__getitem__)
         _check_results(node, map_arg(results, lambda n: n.meta["val"]))
     if isinstance(results, Node):
-        replace_node(node, results)
+        rewriter.replace(node, results)
     else:
         for user in list(node.users):  # each takes one of the results
-            replace_node(user, results[user.args[1]])
+            rewriter.replace(user, results[user.args[1]])
 
 
 def _check_results(node: Node, got: Any) -> None:

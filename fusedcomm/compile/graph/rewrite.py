@@ -16,7 +16,6 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hin
 
 aten = torch.ops.aten
 STANDS_FOR = "fusedcomm_stands_for"  # in the metadata: the value of the node that this one has replaced
-_erased: list[str] | None = None
 _INHERITED = (
     "stack_trace",
     "nn_module_stack",
@@ -38,13 +37,14 @@ class Rewriter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.created: list[Node] = []  # the nodes that the last `before` added
+        self.erased: list[str] = []  # the names of the nodes erased since
         self._like: Node | None = None
         self._symbols: dict[sympy.Expr, Node] | None = None
 
     @contextmanager
     def before(self, node: Node, like: Node) -> Iterator[None]:
         """New nodes stand before ``node``, with the origin of ``like`` in their metadata. All or none are added."""
-        self.created, self._like = [], like
+        self.created, self.erased, self._like = [], [], like
         try:
             with self.graph.inserting_before(node):
                 yield
@@ -126,6 +126,23 @@ class Rewriter:
 
     def _permute(self, node: Node, dims: list[int]) -> Node:
         return node if dims == sorted(dims) else self.call(aten.permute.default, node, dims)
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Put new in old's place everywhere, and erase old with its inputs that are unused then."""
+        stand_for(old, new)
+        old.replace_all_uses_with(new)
+        self.erase_unused(old)
+
+    def erase_unused(self, node: Node) -> None:
+        """Erase node if it is unused, and inputs that only it used, recursively."""
+        unused = [node]
+        while unused:
+            node = unused.pop()
+            if not (node.users or node.op != "call_function" or node._erased):
+                inputs = node.all_input_nodes
+                self.erased.append(node.name)
+                self.graph.erase_node(node)
+                unused += [each for each in inputs if not each.users]
 
 
 def computed(target: Any, args: Any, kwargs: Any) -> Any:
@@ -218,39 +235,6 @@ def sizes(dims: Sequence[Sequence[Factor]]) -> list[Size]:
     return [product(factor.size for factor in dim) for dim in dims]
 
 
-@contextmanager
-def erased() -> Iterator[list[str]]:
-    """Collects the names of the nodes that rewrites erase meanwhile."""
-    global _erased
-    names: list[str] = []
-    _erased = names
-    try:
-        yield names
-    finally:
-        _erased = None
-
-
 def stand_for(old: Node, new: Node) -> None:
     """Note the strides of old, as traced by its readers, on new; see `strides.settle`."""
     new.meta.setdefault(STANDS_FOR, old.meta.get(STANDS_FOR, old.meta.get("val")))
-
-
-def replace_node(old: Node, new: Node) -> None:
-    """Put new in old's place everywhere, and erase old with its inputs that are unused then."""
-    stand_for(old, new)
-    old.replace_all_uses_with(new)
-    erase_unused(old)
-
-
-def erase_unused(node: Node) -> None:
-    """Erase node if it is unused, and inputs that only it used, recursively."""
-    unused = [node]
-    while unused:
-        node = unused.pop()
-        if node.users or node.op != "call_function" or node._erased:
-            continue
-        inputs = node.all_input_nodes
-        if _erased is not None:
-            _erased.append(node.name)
-        node.graph.erase_node(node)
-        unused += [n for n in inputs if not n.users]

@@ -19,7 +19,7 @@ from fusedcomm.compile.graph.collectives import Collective, functional
 from fusedcomm.compile.graph.effects import has_messages, sort, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse, Layout
 from fusedcomm.compile.graph.matmuls import name_of
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, hidden_from
 from fusedcomm.compile.graph.views import along, follow, path_back, value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.compile.merge.mesh_moves import Moves
@@ -91,7 +91,7 @@ class Merger:
             raise CannotFuse("merged, fewer of its chain could be fused with matmuls")
         for each in chain.collectives:
             self.into[each.start.name] = made[chain.moves.kind_over(each.group_name)].name
-        erase_unused(chain.target)
+        self.rewriter.erase_unused(chain.target)
         return True
 
     def _num_fused(self, starts: Iterable[Node]) -> int:

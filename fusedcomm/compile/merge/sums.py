@@ -20,7 +20,7 @@ from fusedcomm.compile.graph.collectives import Collective, functional
 from fusedcomm.compile.graph.effects import sort
 from fusedcomm.compile.graph.layout import CannotFuse, Layout, size_of
 from fusedcomm.compile.graph.matmuls import check_single_use
-from fusedcomm.compile.graph.rewrite import Rewriter, erase_unused, held_outputs, hidden_from
+from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, hidden_from
 from fusedcomm.compile.graph.views import WAIT, along, path_back, value
 from fusedcomm.compile.merge.merger import obstacle
 
@@ -91,9 +91,9 @@ class SumMerger:
         (parent,) = b.node.users
         (other,) = (each for each in parent.args if each is not b.node)
         parent.replace_all_uses_with(other)  # type: ignore[arg-type]
-        erase_unused(parent)
+        self.rewriter.erase_unused(parent)
         a.node.replace_all_uses_with(wait)
-        erase_unused(a.node)
+        self.rewriter.erase_unused(a.node)
         self.into |= {each.name: start.name for each in starts}
         return Term(wait, collectives.read(start), x, a.x_layout if a.order == b.order else a.target, a.target)
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from fusedcomm.compile.graph.collectives import Collective, functional, read
 from fusedcomm.compile.graph.effects import differs_by_rank, writes_before_end
 from fusedcomm.compile.graph.layout import CannotFuse
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.node_work import bytes_of
@@ -102,7 +102,7 @@ def rewrite(graph: Graph, found: Sequence[Bucket]) -> dict[str, Bucket]:
         with rewriter.before(first_wait, like=members[0].wait):
             results = _results(rewriter, members, rewriter.call(functional.wait_tensor.default, start))
         for member, result in zip(members, results, strict=True):
-            replace_node(member.wait, result)
+            rewriter.replace(member.wait, result)
         made[start.name] = bucket
     return made
 

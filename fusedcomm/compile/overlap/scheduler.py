@@ -28,7 +28,7 @@ from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import normalize
 from fusedcomm.compile.graph.collectives import argument_of, functional
 from fusedcomm.compile.graph.effects import differs_by_rank
-from fusedcomm.compile.graph.rewrite import Rewriter, replace_node
+from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import communicating
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import path_back, value
@@ -180,7 +180,7 @@ def _take_apart(graph: Graph, addmm: Node) -> None:
     rewriter = Rewriter(graph)
     with rewriter.before(addmm, like=addmm):
         result = rewriter.call(aten.add.Tensor, rewriter.call(aten.mm.default, x, w), added)
-    replace_node(addmm, result)
+    rewriter.replace(addmm, result)
 
 
 @dataclass(frozen=True)
