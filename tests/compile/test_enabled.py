@@ -221,9 +221,7 @@ def package(tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "fusedcomm", ignore=ignored))
 
 
-@pytest.mark.parametrize(
-    "edited", ["plan/geometry/spans.py", "plan/cost/model.py", "compile/graph/views.py", "env.py"]
-)
+@pytest.mark.parametrize("edited", ["plan/geometry/spans.py", "plan/cost/model.py", "compile/graph/views.py", "env.py"])
 def test_an_edit_of_what_makes_graphs_changes_the_key(package: Path, edited: str) -> None:
     before = key_of(package)
     with open(package / edited, "a") as file:

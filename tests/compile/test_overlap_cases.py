@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fusedcomm.compile.graph.collectives import UNEVEN
+from fusedcomm.compile.graph.collectives import UNEVEN, group_name_of
 from fusedcomm.compile.overlap import buckets, dependencies, scheduler
-from fusedcomm.compile.overlap.estimator import Estimator, agreed_ones, group_name_of
+from fusedcomm.compile.overlap.estimator import Estimator, agreed_ones
 from fusedcomm.compile.overlap.scheduler import OverlapReport, schedule
 from fusedcomm.compile.overlap.simulator import simulate
 from fusedcomm.plan.cost import model, tuned

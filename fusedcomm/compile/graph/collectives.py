@@ -76,6 +76,12 @@ def argument_of(node: Node, name: str) -> Any:
     return node.kwargs.get(name) if at is None or at >= len(node.args) else node.args[at]
 
 
+def group_name_of(node: Node) -> Any:
+    """The group of a collective or of an op of fusedcomm; None for other nodes."""
+    name = argument_of(node, "group_name")
+    return name if isinstance(name, str) else getattr(name, "group_name", None)
+
+
 def set_argument(node: Node, name: str, changed: Callable[[Any], Any]) -> None:
     """Change an op's argument that is given by position."""
     at = _index_of(node.target, name) if isinstance(node.target, torch._ops.OpOverload) else None

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.graph.collectives import argument_of, is_op, kind_of
+from fusedcomm.compile.graph.collectives import argument_of, group_name_of, is_op, kind_of
 from fusedcomm.compile.graph.layout import Size, size_of
 from fusedcomm.memory import consent, group
 from fusedcomm.memory.consent import YES, Answer
@@ -42,8 +42,7 @@ class Sequence:
     """The collectives of a graph before it is changed."""
 
     def __init__(self, graph: Graph) -> None:
-        self.nodes = set(graph.nodes)
-        self.starts = {node.name: (_line(node), _group_of(node)) for node in communicating(graph)}
+        self.starts = {node.name: (_line(node), group_name_of(node)) for node in communicating(graph)}
 
     def changed(self, graph: Graph) -> set[str]:
         """The names of collectives that are gone, new, or reordered."""
@@ -63,17 +62,19 @@ class Sequence:
         lines = [phase, *(line for line, _ in self.starts.values())]
         for node in communicating(graph):
             lines.append(f"{_line(node)} {origin(node) if is_new(node) else index.get(node.name)}")
-        nodes = Reader(labels()).digest(node for node in graph.nodes if is_new(node))
+        nodes = Reader().digest(node for node in graph.nodes if is_new(node))
         return Digest(hashlib.sha256("\n".join([*lines, nodes.text]).encode()).hexdigest()[:16], nodes.symbols)
 
-    def pass_by(self) -> None:
-        """Tell the peers that this rank changes nothing in the graph."""
-        self._pass_by(_witnesses(self._groups()))
+    def pass_by(self, but: ProcessGroup | None = None) -> None:
+        """Tell the peers, but for those of one group, that this rank changes nothing in the graph."""
+        for pg in _witnesses({group_name for _, group_name in self.starts.values()}):
+            if pg is not but and (ours := consent.of(pg)):
+                ours.pass_by()
 
     def ask(self, digest: Digest, group_name: str) -> Answer:
         """Whether all ranks of this group, a `voter`, change their graphs alike."""
         pg = group.find(group_name)
-        self._pass_by(each for each in _witnesses(self._groups()) if each is not pg)
+        self.pass_by(but=pg)
         ours = consent.of(pg)
         return Answer(YES) if ours is None else ours.ask(digest.text)
 
@@ -89,40 +90,24 @@ class Sequence:
 
     def groups(self, graph: Graph, names: set[str] | None) -> set[str]:
         """The groups of these collectives, before and now; None: of all."""
-        now = {node.name: _group_of(node) for node in communicating(graph)}
+        now = {node.name: group_name_of(node) for node in communicating(graph)}
         was = {name: group_name for name, (_, group_name) in self.starts.items()}
         return {each[name] for each in (was, now) for name in (each if names is None else names & each.keys())}
-
-    def _groups(self) -> set[str]:
-        return {group_name for _, group_name in self.starts.values()}
-
-    def _pass_by(self, witnesses: Iterable[ProcessGroup]) -> None:
-        for pg in witnesses:
-            if ours := consent.of(pg):
-                ours.pass_by()
 
 
 def labels() -> dict[str, str]:
     """A name for each group that its ranks share: how far its ranks are apart."""
-    return {pg.group_name: _label(pg) for pg in _known_groups()}
-
-
-def _label(pg: ProcessGroup) -> str:
-    ranks = c10d.get_process_group_ranks(pg)
-    return f"group of {len(ranks)}, {[b - a for a, b in pairwise(ranks)]} apart"
+    ranks = {pg.group_name: c10d.get_process_group_ranks(pg) for pg in _known_groups()}
+    apart = {name: [b - a for a, b in pairwise(each)] for name, each in ranks.items()}
+    return {name: f"group of {len(ranks[name])}, {steps} apart" for name, steps in apart.items()}
 
 
 def communicating(graph: Graph) -> list[Node]:
-    return [node for node in graph.nodes if _group_of(node) is not None and (kind_of(node) or is_op(node))]
-
-
-def _group_of(node: Node) -> Any:
-    name = argument_of(node, "group_name")
-    return name if isinstance(name, str) else None
+    return [node for node in graph.nodes if group_name_of(node) is not None and (kind_of(node) or is_op(node))]
 
 
 def _line(node: Node) -> str:
-    name = _group_of(node)
+    name = group_name_of(node)
     return f"{node.target} {argument_of(node, 'reduce_op')} {labels().get(name, name)}"
 
 
@@ -147,8 +132,8 @@ class Reader:
     Inputs and symbols are numbered by first occurrence.
     """
 
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.labels = labels  # of groups, by name
+    def __init__(self) -> None:
+        self.labels = labels()
         self.numbers: dict[Node, int] = {}
         self.symbols: dict[str, sympy.Symbol] = {}
 

@@ -192,8 +192,7 @@ def _start(rewriter: Rewriter, moves: Moves, kind: str, group: MeshGroup, sent: 
 
 
 def _is_over(node: Node, mesh: FlattenedMesh) -> bool:
-    name = collectives.argument_of(node, "group_name") if node.target in collectives.STARTS else None
-    return isinstance(name, str) and mesh.named(name) is not None
+    return node.target in collectives.STARTS and mesh.named(collectives.group_name_of(node)) is not None
 
 
 def obstacle(graph: Graph) -> str | None:

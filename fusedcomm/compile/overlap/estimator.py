@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.graph.collectives import WAITS, argument_of, kind_of, memberships
+from fusedcomm.compile.graph.collectives import WAITS, group_name_of, kind_of, memberships
 from fusedcomm.compile.overlap import node_work
 from fusedcomm.compile.overlap.node_work import NodeCost, Transfer, Work
 from fusedcomm.memory import group, members
@@ -311,12 +311,6 @@ def reach(group_name: str, ranks_per_node: int) -> links.Reach | None:
     except (ValueError, KeyError):  # KeyError: it was destroyed
         return None
     return links.reach_of(tuple(sorted(ranks)), ranks_per_node, dist.get_world_size())
-
-
-def group_name_of(node: Node) -> str | None:
-    """The group of a start or of an op of fusedcomm; None for other nodes."""
-    name = argument_of(node, "group_name")
-    return name if isinstance(name, str) else getattr(name, "group_name", None)
 
 
 def _values(node: Node) -> Iterator[Any]:

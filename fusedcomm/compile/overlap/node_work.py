@@ -83,13 +83,10 @@ _X = {  # index of x; w is next
     **{aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0},
     **{aten._scaled_mm: 0, aten._scaled_mm_v2: 0},
 }
-_ATTENTION = "_scaled_dot_product_flash_attention"
-_SAME_FLOPS = {  # ops that have the FLOP of others, which torch knows
-    f"{_ATTENTION}_for_cpu": _ATTENTION,
-    f"{_ATTENTION}_for_cpu_backward": f"{_ATTENTION}_backward",
-    "_scaled_dot_product_fused_attention_overrideable": _ATTENTION,
-    "_scaled_dot_product_fused_attention_overrideable_backward": f"{_ATTENTION}_backward",
-}
+_LIKE_FLASH = (
+    "flash_attention_for_cpu",
+    "fused_attention_overrideable",
+)  # parts of names that torch 2.13 does not know
 
 
 def work_of(node: Any) -> Work:
@@ -133,9 +130,10 @@ def flops_formula(target: Any) -> Any:
     """torch's formula, which takes shapes; None where it has none."""
     from torch.utils.flop_counter import flop_registry
 
-    packet = getattr(target, "overloadpacket", target)
-    same = _SAME_FLOPS.get(getattr(target, "_opname", ""))
-    return flop_registry.get(getattr(aten, same) if same else packet)
+    for name in _LIKE_FLASH:
+        if name in getattr(target, "_opname", ""):
+            return flop_registry.get(getattr(aten, target._opname.replace(name, "flash_attention"), None))
+    return flop_registry.get(getattr(target, "overloadpacket", target))
 
 
 def flops(node: Node) -> float:
