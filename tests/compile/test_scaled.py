@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 import fusedcomm.compile
-from fusedcomm.compile.graph.collectives import argument_of
 from fusedcomm.compile.graph.sequence import Sequence
+from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, Answer

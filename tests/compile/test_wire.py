@@ -12,8 +12,9 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedcomm.compile import passes
-from fusedcomm.compile.graph.collectives import argument_of, is_op
+from fusedcomm.compile.graph.collectives import is_op
 from fusedcomm.compile.graph.sequence import Sequence
+from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.merge.sums import SumMerger
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, Size, product, quotient, size_of
 from fusedcomm.compile.graph.matmuls import name_of
-from fusedcomm.compile.graph.split_cat import SPLITS, args_of
+from fusedcomm.compile.graph.split_cat import SPLITS, args_of, argument_of
 from fusedcomm.compile.graph.views import CASTS, PERMUTES, RESHAPES, SAME, permutation
 
 aten = torch.ops.aten
@@ -127,17 +127,16 @@ def tensors(node: Node) -> list[Node]:
 
 def dims_argument(node: Node) -> list[int]:
     """The dims that a reduction, a cut or a pick names, counted from the operand's last."""
-    at, default = _DIM_ARGUMENT.get(node.target, (1, 0))
-    args = args_of(node)
-    dims = args[at] if len(args) > at else node.kwargs.get("dim", default)
-    ndim = len(shape(args[0][0] if isinstance(args[0], (list, tuple)) else args[0]))
+    dims, first = argument_of(node, "dim"), args_of(node)[0]
+    if dims is None and node.target not in REDUCTIONS:
+        dims = 0
+    ndim = len(shape(first[0] if isinstance(first, (list, tuple)) else first))
     dims = [dims] if isinstance(dims, int) else dims or range(ndim)
     return [dim % ndim - ndim for dim in dims]
 
 
 def keeps_dims(node: Node) -> bool:
-    args = args_of(node)
-    return bool(node.kwargs.get("keepdim", args[2] if len(args) > 2 else False))
+    return bool(argument_of(node, "keepdim"))
 
 
 def is_elementwise(node: Node) -> bool:
@@ -177,15 +176,13 @@ def _pick(node: Node, operand: Node) -> Dims:
 
 def _cut(node: Node, operand: Node) -> Dims:
     (dim,) = dims_argument(node)
-    args = args_of(node)
     if node.target in SPLITS:
         marks = [size_of(part.shape[dim]) for part in node.meta["val"]]
+    elif argument_of(node, "step") in (None, 1):
+        begin, part = argument_of(node, "start"), node if node.target is aten.slice.Tensor else args_of(node)[1]
+        marks = [size_of(begin.meta["val"] if isinstance(begin, Node) else begin or 0), shape(part)[dim]]
     else:
-        at, part = (2, node) if node.target is aten.slice.Tensor else (3, args[1])
-        begin = args[at] if len(args) > at else None
-        step = args[at + 2] if len(args) > at + 2 else 1
-        begin = begin.meta["val"] if isinstance(begin, Node) else begin or 0
-        marks = [size_of(begin), shape(part)[dim]] if step == 1 else [_NOWHERE]
+        marks = [_NOWHERE]
     return Dims(_all(operand), dim, tuple(marks))
 
 
@@ -210,15 +207,6 @@ def _all(node: Node) -> tuple[int, ...]:
 
 
 _NOWHERE = -1  # where no block ends
-_DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
-    aten.split.Tensor: (2, 0),
-    aten.split_with_sizes.default: (2, 0),
-    aten.slice_scatter.default: (2, 0),
-    aten.sum.default: (1, None),
-    aten.mean.default: (1, None),
-    aten.amax.default: (1, None),
-    aten.amin.default: (1, None),
-}
 _RULES: tuple[tuple[Iterable[Any], Callable[[Node, Node], Dims | Reshape]], ...] = (
     (VIEWS, lambda node, operand: Reshape(shape(operand), shape(node))),
     (PERMUTES, permuted),

@@ -1,6 +1,5 @@
 """Functional collectives in a graph: a start, its wait, and their effect on a layout."""
 
-import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.split_cat import argument_of, index_of
 from fusedcomm.compile.graph.views import block, value
 from fusedcomm.memory import group
 
@@ -68,14 +68,6 @@ def kind_of(node: Node) -> str | None:
     return None
 
 
-def argument_of(node: Node, name: str) -> Any:
-    """The value of an op's argument by its schema name; None without such an argument, or if node is no op."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    at = _index_of(node.target, name)
-    return node.kwargs.get(name) if at is None or at >= len(node.args) else node.args[at]
-
-
 def group_name_of(node: Node) -> Any:
     """The group of a collective or of an op of fusedcomm; None for other nodes."""
     name = argument_of(node, "group_name")
@@ -84,14 +76,9 @@ def group_name_of(node: Node) -> Any:
 
 def set_argument(node: Node, name: str, changed: Callable[[Any], Any]) -> None:
     """Change an op's argument that is given by position."""
-    at = _index_of(node.target, name) if isinstance(node.target, torch._ops.OpOverload) else None
+    at = index_of(node.target, name) if isinstance(node.target, torch._ops.OpOverload) else None
     if at is not None and at < len(node.args):
         node.update_arg(at, changed(node.args[at]))
-
-
-@functools.lru_cache(maxsize=4096)
-def _index_of(target: torch._ops.OpOverload, name: str) -> int | None:
-    return next((i for i, arg in enumerate(target._schema.arguments) if arg.name == name), None)
 
 
 def find(graph: Graph, kind: str) -> list[Node]:

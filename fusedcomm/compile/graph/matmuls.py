@@ -9,10 +9,9 @@ import torch
 from torch.fx import Node
 from torch.nn.functional import ScalingType
 
-from fusedcomm.compile.graph.collectives import argument_of
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, returned, sizes
-from fusedcomm.compile.graph.split_cat import part
+from fusedcomm.compile.graph.split_cat import argument_of, part
 from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
 from fusedcomm.plan.scaling import VALUES
 

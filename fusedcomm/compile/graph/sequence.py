@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.graph.collectives import argument_of, group_name_of, is_op, kind_of
+from fusedcomm.compile.graph.collectives import group_name_of, is_op, kind_of
 from fusedcomm.compile.graph.layout import Size, size_of
+from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.memory import consent, group
 from fusedcomm.memory.consent import YES, Answer
 

@@ -1,7 +1,7 @@
 """Parts of a tensor: results of splits, slices and picks along one dim."""
 
+import functools
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,8 @@ def part(node: Any) -> Part | None:
     args = args_of(node)
     if node.target is operator.getitem and getattr(args[0], "target", None) in SPLITS | {UNBIND}:
         split, index = args
-        origin, dim = args_of(split)[0], split_dim(split)
+        origin = args_of(split)[0]
+        dim = dim_of(split, origin)
         if split.target is UNBIND:
             return Part(origin, dim, index, 1, picked=True)
         parts = split.meta["val"]
@@ -52,21 +53,21 @@ def part(node: Any) -> Part | None:
         sizes = [size_of(each.shape[dim]) for each in parts]
         return Part(origin, dim, sum(sizes[:index]), sizes[index])
     if node.target in (SLICE, SELECT):
-        return _cut(args[0], args[1:], shape_of(node), node.target is SELECT)
+        return _cut(node, args[0], shape_of(node), node.target is SELECT)
     return None
 
 
 def filled(fill: Node) -> Part | None:
     """The place that a ``slice_scatter`` or ``select_scatter`` writes."""
-    origin, source, *args = args_of(fill)
-    return _cut(origin, args, shape_of(source), fill.target is aten.select_scatter.default)
+    origin, source, *_ = args_of(fill)
+    return _cut(fill, origin, shape_of(source), fill.target is aten.select_scatter.default)
 
 
-def _cut(origin: Node, args: Sequence[Any], size: Sequence[Size], picked: bool) -> Part | None:
-    dim, begin, *rest = args if len(args) > 1 else (0, None)
-    if begin is None or tuple(rest[1:]) not in ((), (1,)):
+def _cut(node: Node, origin: Node, size: list[Size], picked: bool) -> Part | None:
+    begin = argument_of(node, "index" if picked else "start")
+    if begin is None or argument_of(node, "step") not in (None, 1):
         return None
-    dim %= len(shape_of(origin))
+    dim = dim_of(node, origin)
     whole, at = shape_of(origin)[dim], size_of(begin.meta["val"] if isinstance(begin, Node) else begin)
     if isinstance(at, int) and at < 0:
         at += whole
@@ -76,9 +77,9 @@ def _cut(origin: Node, args: Sequence[Any], size: Sequence[Size], picked: bool) 
 def operands_of(node: Node) -> tuple[list[tuple[Node, bool]], int] | None:
     """The parts that a cat joins or that fill a tensor, in order, each with whether it lacks the dim; and the dim."""
     if node.target is aten.cat.default:
-        parts, *given = args_of(node)
+        parts = args_of(node)[0]
         if isinstance(parts, (list, tuple)) and parts and all(isinstance(each, Node) for each in parts):
-            return [(each, False) for each in parts], _dim(node, given) % len(shape_of(node))
+            return [(each, False) for each in parts], dim_of(node, node)
     if node.target not in FILLS or not node.meta["val"].is_contiguous() or _next_fill(node) is not None:
         return None
     written: dict[Size, tuple[Node, Part]] = {}
@@ -139,13 +140,22 @@ def joined_by(user: Node, rearranges: Any) -> Node | None:
     return joins.pop() if len(joins) == 1 else None
 
 
-def split_dim(split: Node) -> int:
-    args = args_of(split)
-    return _dim(split, args[1:] if split.target is UNBIND else args[2:]) % len(shape_of(args[0]))
+def dim_of(node: Node, like: Node) -> int:
+    """The dim that node cuts or joins; ``like`` has as many."""
+    return int(argument_of(node, "dim") or 0) % len(shape_of(like))
 
 
-def _dim(node: Node, given: Sequence[Any]) -> Any:
-    return given[0] if given else node.kwargs.get("dim", 0)
+def argument_of(node: Node, name: str) -> Any:
+    """The value of an op's argument by its schema name; None without such an argument, or if node is no op."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    at = index_of(node.target, name)
+    return node.kwargs.get(name) if at is None or at >= len(node.args) else node.args[at]
+
+
+@functools.lru_cache(maxsize=4096)
+def index_of(target: torch._ops.OpOverload, name: str) -> int | None:
+    return next((i for i, arg in enumerate(target._schema.arguments) if arg.name == name), None)
 
 
 def args_of(node: Node) -> tuple[Any, ...]:

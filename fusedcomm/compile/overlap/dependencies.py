@@ -12,8 +12,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph import opaque
-from fusedcomm.compile.graph.collectives import argument_of, kind_of
+from fusedcomm.compile.graph.collectives import kind_of
 from fusedcomm.compile.graph.effects import differs_by_rank, has_effects, is_builtin
+from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.overlap.memory import Memory
 
 
@@ -64,12 +65,11 @@ def _writes(node: Node, index: dict[Node, int], memory: Memory) -> set[int]:
     if schema is None or node.op != "call_function":
         inputs = [] if is_builtin(node) else node.all_input_nodes  # a higher-order op may write to all that it gets
         return {storage for each in inputs for storage in memory.of[index[each]]}
-    given = {**dict(zip([arg.name for arg in schema.arguments], node.args, strict=False)), **node.kwargs}
     return {
         storage
         for arg in schema.arguments
         if arg.alias_info is not None and arg.alias_info.is_write
-        for each in pytree.tree_leaves(given.get(arg.name))
+        for each in pytree.tree_leaves(argument_of(node, arg.name))
         if isinstance(each, Node)
         for storage in memory.of[index[each]]
     }

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm.compile.graph.collectives import WAITS
 from fusedcomm.compile.graph.effects import writes_before_end
 from fusedcomm.compile.graph.layout import assumed
+from fusedcomm.compile.graph.split_cat import argument_of
 
 
 class Memory:
@@ -135,21 +136,19 @@ def _viewed(node: Node, in_place: bool) -> list[Node]:
         return []
     if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say that it is a view
         return node.all_input_nodes
-    viewed = _viewed_args(node.target, in_place)
-    values = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in viewed]
+    values = [argument_of(node, name) for name in _viewed_args(node.target, in_place)]
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Node)]
 
 
 @functools.cache
-def _viewed_args(target: torch._ops.OpOverload, in_place: bool) -> list[tuple[int, str]]:
+def _viewed_args(target: torch._ops.OpOverload, in_place: bool) -> list[str]:
     schema = target._schema
-    args = [(at, arg) for at, arg in enumerate(schema.arguments)]
-    if target._opname not in WAITS:
-        may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
-        if (may_copy and not in_place) or all(result.alias_info is None for result in schema.returns):
-            return []
-        args = [(at, arg) for at, arg in args if arg.alias_info is not None]
-    return [(at, arg.name) for at, arg in args]
+    if target._opname in WAITS:
+        return [arg.name for arg in schema.arguments]
+    may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    if (may_copy and not in_place) or all(result.alias_info is None for result in schema.returns):
+        return []
+    return [arg.name for arg in schema.arguments if arg.alias_info is not None]
 
 
 def _kept(graph: Graph) -> set[Node]:

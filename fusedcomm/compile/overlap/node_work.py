@@ -83,10 +83,8 @@ _X = {  # index of x; w is next
     **{aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten.linear: 0, aten.matmul: 0},
     **{aten._scaled_mm: 0, aten._scaled_mm_v2: 0},
 }
-_LIKE_FLASH = (
-    "flash_attention_for_cpu",
-    "fused_attention_overrideable",
-)  # parts of names that torch 2.13 does not know
+# parts of names that torch 2.13 does not know
+_LIKE_FLASH = ("flash_attention_for_cpu", "fused_attention_overrideable")
 
 
 def work_of(node: Any) -> Work:

@@ -26,10 +26,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph import normalize
-from fusedcomm.compile.graph.collectives import argument_of, functional
+from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.effects import differs_by_rank
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import communicating
+from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.graph.strides import settle
 from fusedcomm.compile.graph.views import path_back, value
 from fusedcomm.compile.overlap import buckets
