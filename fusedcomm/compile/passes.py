@@ -48,7 +48,6 @@ class Settings:
     commute: bool = False  # exchanges move towards matmuls
 
     def estimator(self, graph: Graph) -> Estimator | None:
-        """The Estimator for the device of the graph, if there is one."""
         device_type = device_type_of(graph)
         return next((each for each in self.overlap if each.device_type == device_type), None)
 

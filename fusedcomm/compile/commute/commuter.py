@@ -121,7 +121,6 @@ def _is_of_forward(node: Node) -> bool:
 
 
 def note_of(start: Node) -> str:
-    """The report's note on the moves of a collective."""
     if SMALL in start.meta:
         return f"{CARRIES} {start.meta[SMALL]} of moved ops"
     note: str = start.meta.get(NOTE, "")

@@ -75,16 +75,14 @@ def _is_end(node: Node) -> bool:
     return node.target in MATMULS or collectives.kind_of(node) == "all_to_all"
 
 
-def _groups(parts: Iterable[Part], exchanged: set[Node]) -> list[Part]:
-    """Neighbours joined if they are equally wide and exchanged, or not exchanged; one if none is exchanged."""
+def _groups(parts: Iterable[Part], exchanged: set[Node]) -> list[list[Part]]:
+    """Neighbours that are equally wide and exchanged, or not exchanged; none if there is only one such group."""
 
     def kind(part: Part) -> Size | None:
         return part.width if any(node in exchanged for node in part.nodes) else None
 
-    joined = [(key, list(group)) for key, group in groupby(parts, kind)]
-    if all(key is None for key, _ in joined):
-        return []
-    return [_joined(group) for _, group in joined]
+    found = [list(group) for _, group in groupby(parts, kind)]
+    return found if len(found) > 1 else []
 
 
 def _joined(parts: Sequence[Part]) -> Part:
@@ -102,8 +100,8 @@ def _keeps_features(node: Node, like: Node) -> bool:
 def _cut_readers(rewriter: Rewriter, cat: Node, behind: set[Node]) -> None:
     """Cut the matmuls that read ``cat``."""
     joined, dim, *_ = (*args_of(cat), 0)
-    groups = _groups([Part((part,), 0, shape(part)[-1]) for part in joined], behind)
-    if len(groups) < 2 or dim not in (-1, len(shape(cat)) - 1):
+    groups = [_joined(each) for each in _groups([Part((part,), 0, shape(part)[-1]) for part in joined], behind)]
+    if not groups or dim not in (-1, len(shape(cat)) - 1):
         return
     views = [cat, *(user for user in cat.users if _keeps_features(user, cat))]
     turned = [user for view in views for user in view.users if _is_transpose(user)]
@@ -156,20 +154,10 @@ def _two_dims(rewriter: Rewriter, group: Part, rows: Size, dtype: torch.dtype) -
 def _cut_result(rewriter: Rewriter, matmul: Node, towards: set[Node]) -> None:
     read = cut_results.columns_read(matmul)
     groups = _groups([Part(tuple(nodes), begin, end - begin) for (begin, end), nodes in read.items()], towards)
-    if len(groups) < 2 or any(a[1] != b[0] for a, b in pairwise(read)):
+    if not groups or any(a[1] != b[0] for a, b in pairwise(read)):
         return
-    columns = {node: each for each, nodes in read.items() for node in nodes}
-    new = {}
+    columns = [{(part.begin, part.begin + part.width): part.nodes for part in group} for group in groups]
     with rewriter.before(matmul, like=matmul):
-        for group in groups:
-            y = cut_results.product_of_columns(rewriter, matmul, group.begin, group.begin + group.width)
-            for node in group.nodes:
-                begin, end = (each - group.begin for each in columns[node])
-                new[node] = _of_columns(rewriter, y, begin, end, node)
+        new = cut_results.cut(rewriter, matmul, columns)
     for node, part in new.items():
         rewriter.replace(node, part)
-
-
-def _of_columns(rewriter: Rewriter, y: Node, begin: int, end: int, like: Node) -> Node:
-    part = y if end - begin == shape(y)[1] else rewriter.call(SLICE, y, 1, begin, end)
-    return rewriter.reshape(part, shape(like))

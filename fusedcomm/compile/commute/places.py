@@ -121,7 +121,6 @@ def is_tensor(node: Any) -> bool:
 
 
 def tensors(node: Node) -> list[Node]:
-    """The operands of node that are tensors."""
     return [each for each in node.all_input_nodes if is_tensor(each)]
 
 

@@ -50,7 +50,6 @@ def alike(graph: Graph, purpose: str) -> list[list[Node]]:
 
 
 def depends_on_gradients(graph: Graph) -> set[Node]:
-    """The gradients of the outputs, and all that is computed from them."""
     found = {node for node in graph.find_nodes(op="placeholder") if "tangents_" in node.name}
     for node in graph.nodes:
         if any(each in found for each in node.all_input_nodes):

@@ -1,7 +1,8 @@
 """(x @ w).split(...), with a collective for each part, becomes a matmul for each part."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -12,6 +13,7 @@ from fusedcomm.compile.graph.split_cat import SPLITS, UNBIND, part, shape_of
 from fusedcomm.compile.graph.views import RESHAPES, path_back
 
 aten = torch.ops.aten
+Columns: TypeAlias = "tuple[Any, Any]"  # begin and end
 PLAIN = {aten.mm.default, aten.addmm.default}
 
 
@@ -31,10 +33,7 @@ def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], o
     """Cut ``matmul`` if any of the collectives of ``starts`` can then be fused. Raises CannotFuse."""
     parts = columns_read(matmul)
     with rewriter.before(matmul, like=matmul):
-        new = {}
-        for (begin, end), nodes in parts.items():
-            y = product_of_columns(rewriter, matmul, begin, end)
-            new.update({node: rewriter.reshape(y, shape_of(node)) for node in nodes})
+        new = cut(rewriter, matmul, [{columns: nodes} for columns, nodes in parts.items()])
         for node, y in new.items():
             node.replace_all_uses_with(y)
         if not any(map(can_fuse, starts)):
@@ -45,20 +44,26 @@ def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], o
         rewriter.erase_unused(node)
 
 
-def product_of_columns(rewriter: Rewriter, matmul: Node, begin: int, end: int) -> Node:
+def cut(rewriter: Rewriter, matmul: Node, groups: Iterable[dict[Columns, Sequence[Node]]]) -> dict[Node, Node]:
+    """Write a matmul per group of neighbouring columns; returns the parts of results by the nodes that they replace."""
     *bias, x, w = matmul.args
-    of_bias = [rewriter.call(aten.slice.Tensor, each, 0, begin, end) for each in bias]
-    return rewriter.call(matmul.target, *of_bias, x, rewriter.call(aten.slice.Tensor, w, 1, begin, end))
+    new: dict[Node, Node] = {}
+    for parts in groups:
+        first, last = min(parts)[0], max(parts)[1]
+        of_bias = [rewriter.call(aten.slice.Tensor, each, 0, first, last) for each in bias]
+        y = rewriter.call(matmul.target, *of_bias, x, rewriter.call(aten.slice.Tensor, w, 1, first, last))
+        for (begin, end), nodes in parts.items():
+            part = y if len(parts) == 1 else rewriter.call(aten.slice.Tensor, y, 1, begin - first, end - first)
+            new.update({node: rewriter.reshape(part, shape_of(node)) for node in nodes})
+    return new
 
 
-def columns_read(matmul: Node) -> dict[tuple[int, int], list[Node]]:
-    """Begin and end of the columns that are read together, with the nodes that are these. Raises CannotFuse where the
-    matmul cannot be cut so.
-    """
+def columns_read(matmul: Node) -> dict[Columns, list[Node]]:
+    """The columns that are read together, with the nodes that are these. Raises CannotFuse where no cut is possible."""
     columns = shape_of(matmul)[1]
     if matmul.kwargs or any(shape_of(each) != [columns] for each in matmul.args[:-2]):
         raise CannotFuse("the matmul scales its operands, or adds what is not one number per column")
-    parts: dict[tuple[int, int], list[Node]] = {}
+    parts: dict[Columns, list[Node]] = {}
     stack = [(matmul, user) for user in matmul.users]
     while stack:
         node, user = stack.pop()

@@ -100,7 +100,6 @@ class MatmulAllToAllMatch:
 
     @property
     def alone(self) -> MatmulAllToAllMatch:
-        """The match of one collective."""
         return MatmulAllToAllMatch(self.parts[:1])
 
 

@@ -78,7 +78,6 @@ def _is_group(arg: Any) -> bool:
 
 
 def expand(graph: Graph) -> None:
-    """Write out every registered custom op."""
     found = [node for node in graph.nodes if name_of(node) in _programs]
     if found:
         rewriter = Rewriter(graph)

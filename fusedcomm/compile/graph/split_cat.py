@@ -120,7 +120,7 @@ def _is_named(cut: Node) -> bool:
 
 
 def joined_by(user: Node, rearranges: Any) -> Node | None:
-    """The only join behind a cut, or None; ``rearranges``: the ops that parts may pass on the way."""
+    """The only cat or last fill behind a cut, or None; ``rearranges``: the ops that parts may pass on the way."""
     if user.target not in CUTS:
         return None
     joins, stack = set(), [user]

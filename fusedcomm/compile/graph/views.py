@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ REARRANGES = SAME | PERMUTES | RESHAPES
 _WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # with infinities, signed zeros and subnormals
 CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 VIEWS = PERMUTES | RESHAPES | split_cat.CUTS | {operator.getitem}
+joined_by = partial(split_cat.joined_by, rearranges=REARRANGES)
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -152,11 +154,6 @@ def _alike(a: list[Node], b: list[Node]) -> bool:
         (x.target, x.args[1:], x.kwargs, sizes_of(value(x))) == (y.target, y.args[1:], y.kwargs, sizes_of(value(y)))
         for x, y in zip(a[1:], b[1:], strict=True)
     )
-
-
-def joined_by(user: Node) -> Node | None:
-    """The cat, or the last fill of a tensor, that is the only destination of a split, slice or pick."""
-    return split_cat.joined_by(user, REARRANGES)
 
 
 def merge_views(graph: Graph) -> None:

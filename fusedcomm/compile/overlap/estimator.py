@@ -25,7 +25,7 @@ import json
 import math
 import operator
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,7 +134,6 @@ class Estimator:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """All inputs of its estimates, as JSON."""
         return vars(self) | {"constants": self.constants.to_json()}
 
     # costs of nodes
@@ -231,8 +230,9 @@ class Estimator:
             return 1e3 * self._matmul(node)
         num_bytes, ends_kernel = node_work.traffic(node, kind)
         if kind is Work.FLOPS:
-            val = next((each for each in _values(node) if isinstance(each, Tensor)), None)
-            return 0.0 if val is None else 1e3 * self._roofline(node_work.flops(node), num_bytes, val.dtype)
+            values = pytree.tree_leaves([each.meta.get("val") for each in (*node.all_input_nodes, node)])
+            dtypes = [val.dtype for val in values if isinstance(val, Tensor)]
+            return 1e3 * self._roofline(node_work.flops(node), num_bytes, dtypes[0]) if dtypes else 0.0
         overhead = self.constants.copy_overhead if ends_kernel else 0.0
         return 1e3 * (num_bytes / (2 * self.constants.copy_bandwidth) + overhead)
 
@@ -311,11 +311,6 @@ def reach(group_name: str, ranks_per_node: int) -> links.Reach | None:
     except (ValueError, KeyError):  # KeyError: it was destroyed
         return None
     return links.reach_of(tuple(sorted(ranks)), ranks_per_node, dist.get_world_size())
-
-
-def _values(node: Node) -> Iterator[Any]:
-    for each in (*node.all_input_nodes, node):
-        yield from pytree.tree_leaves(each.meta.get("val"))
 
 
 def _inductor_bandwidths() -> tuple[float | None, float | None]:

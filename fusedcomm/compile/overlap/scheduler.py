@@ -217,7 +217,6 @@ class _Plan:
         return self.timeline.total_ms < other.timeline.total_ms and self.timeline.peak_bytes <= self.budget
 
     def apply(self) -> None:
-        """Put the nodes of the graph in the order."""
         nodes = [self.program.nodes[i] for i in self.order]
         for last, node in pairwise(nodes):
             if last.next is not node:

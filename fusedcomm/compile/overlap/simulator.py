@@ -34,8 +34,9 @@ class Clock:
         self._new: list[Any] = []
 
     def compute(self, ms: float) -> None:
-        if ms > 0:
-            self._advance(self.now + ms)
+        until = self.now + ms
+        while self.now < until:
+            self._step(until)
 
     def start(self, key: Any, transfer: Transfer) -> None:
         queue = self._queues.setdefault(transfer.group, deque())
@@ -72,10 +73,6 @@ class Clock:
         while key not in self._ended:
             self._step(float("inf"))
         return self.now - before
-
-    def _advance(self, until: float) -> None:
-        while self.now < until:
-            self._step(until)
 
     def _step(self, until: float) -> None:
         """Go on to when the next latency has passed or the next collective has ended, but at most to ``until``."""
