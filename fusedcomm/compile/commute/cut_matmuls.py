@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -156,7 +157,7 @@ def _cut_result(rewriter: Rewriter, matmul: Node, towards: set[Node]) -> None:
     groups = _groups([Part(tuple(nodes), begin, end - begin) for (begin, end), nodes in read.items()], towards)
     if not groups or any(a[1] != b[0] for a, b in pairwise(read)):
         return
-    columns = [{(part.begin, part.begin + part.width): part.nodes for part in group} for group in groups]
+    columns: list[Any] = [{(part.begin, part.begin + part.width): part.nodes for part in group} for group in groups]
     with rewriter.before(matmul, like=matmul):
         new = cut_results.cut(rewriter, matmul, columns)
     for node, part in new.items():

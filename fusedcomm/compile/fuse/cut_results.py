@@ -1,6 +1,6 @@
 """(x @ w).split(...), with a collective for each part, becomes a matmul for each part."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -44,7 +44,7 @@ def rewrite(rewriter: Rewriter, starts: list[Node], can_fuse: Callable[[Node], o
         rewriter.erase_unused(node)
 
 
-def cut(rewriter: Rewriter, matmul: Node, groups: Iterable[dict[Columns, Sequence[Node]]]) -> dict[Node, Node]:
+def cut(rewriter: Rewriter, matmul: Node, groups: Iterable[Mapping[Columns, Sequence[Node]]]) -> dict[Node, Node]:
     """Write a matmul per group of neighbouring columns; returns the parts of results by the nodes that they replace."""
     *bias, x, w = matmul.args
     new: dict[Node, Node] = {}
@@ -53,8 +53,8 @@ def cut(rewriter: Rewriter, matmul: Node, groups: Iterable[dict[Columns, Sequenc
         of_bias = [rewriter.call(aten.slice.Tensor, each, 0, first, last) for each in bias]
         y = rewriter.call(matmul.target, *of_bias, x, rewriter.call(aten.slice.Tensor, w, 1, first, last))
         for (begin, end), nodes in parts.items():
-            part = y if len(parts) == 1 else rewriter.call(aten.slice.Tensor, y, 1, begin - first, end - first)
-            new.update({node: rewriter.reshape(part, shape_of(node)) for node in nodes})
+            own = y if len(parts) == 1 else rewriter.call(aten.slice.Tensor, y, 1, begin - first, end - first)
+            new.update({node: rewriter.reshape(own, shape_of(node)) for node in nodes})
     return new
 
 
