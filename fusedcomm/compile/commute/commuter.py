@@ -68,7 +68,8 @@ def _find(
     if writes_before_end(graph):
         return None
     base, moved = prepared(graph), None
-    for group_name in _groups(base):
+    names = map(collectives.group_name_of, collectives.find(base, "all_to_all"))
+    for group_name in dict.fromkeys(filter(None, names)):
         rounds = _Rounds(moved or base, group_name, fuse)
         moved = rounds.run() or moved
         reasons |= rounds.reasons
@@ -125,12 +126,6 @@ def note_of(start: Node) -> str:
         return f"{CARRIES} {start.meta[SMALL]} of moved ops"
     note: str = start.meta.get(NOTE, "")
     return note
-
-
-def _groups(graph: Graph) -> list[str]:
-    """The groups of the graph's exchanges, in order."""
-    names = (start.args[3] for start in collectives.find(graph, "all_to_all"))
-    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 class _Rounds:
