@@ -190,20 +190,6 @@ class Gathered:
         readers = [dataclasses.replace(r, users=[u for u in r.users if u not in fused]) for r in self.readers]
         return [reader for reader in readers if reader.users]
 
-    @staticmethod
-    def rearranged(
-        rewriter: Rewriter, call: Node, order: list[Factor], others: Sequence[Reader], fused: Reader
-    ) -> list[tuple[Reader, Node]]:
-        """The by-product of an op's call for what ``fused`` is, rearranged as each of ``others`` has it."""
-        if not others:
-            return []
-        by_product, is_cast = rewriter.call(operator.getitem, call, 1), fused.dtypes[0] != fused.dtypes[-1]
-        return [
-            (each, rewriter.result(rewriter.arrange(seen, order, each.layout), each.node))
-            for each in others
-            for seen in [by_product if is_cast else rewriter.viewed(by_product, each.dtypes[0])]
-        ]
-
 
 def read(start: Node) -> Gathered:
     """The collective that starts here, with its readers. Raises CannotFuse."""
@@ -339,8 +325,13 @@ def rewrite(rewriter: Rewriter, match: GatherMatch) -> Node:
         y = rewriter.call(operator.getitem, call, 0)
         ys = [rewriter.call(operator.getitem, y, i) for i in range(len(products))] if gathers else [y]
         results = [found.result(rewriter, each, sent, reader.layout) for each in ys]
-        rearranged = found.rearranged(rewriter, call, sent.received.order, others, reader)
-    for other, seen in rearranged:
+        seens = []
+        for other in others:
+            seen = rewriter.call(operator.getitem, call, 1)
+            if reader.dtypes[0] == reader.dtypes[-1]:
+                seen = rewriter.viewed(seen, other.dtypes[0])
+            seens.append(rewriter.result(rewriter.arrange(seen, sent.received.order, other.layout), other.node))
+    for other, seen in zip(others, seens, strict=True):
         for user in other.users:
             stand_for(other.node, seen)
             user.replace_input_with(other.node, seen)
