@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 import fusedcomm.compile
-from fusedcomm.compile.commute import cut_matmuls
+from fusedcomm.compile.fuse import cut_results
 from fusedcomm.compile.graph.attempt import _warn_once
 from tests.helpers.block_checks import interpreted, no_latency, saved_tensors
 from tests.helpers.graphs import recorded_graphs
@@ -249,8 +249,8 @@ def test_where_cutting_a_matmul_fails_the_other_exchanges_move(rank: int) -> Non
         return *part_of_a_wide_matmul(v, torch.sin), to_heads(product(v).sin())
 
     _warn_once.cache_clear()
-    broken = mock.patch.object(cut_matmuls, "_of_columns", side_effect=RuntimeError("broken"))
-    with broken, pytest.warns(UserWarning, match="commute failed.*broken"):
+    broken = mock.patch.object(cut_results, "cut", lambda *args, cut=cut_results.cut: cut(*args) and 1 / 0)
+    with broken, pytest.warns(UserWarning, match="commute failed.*division by zero"):
         report = check(program)
     assert [line.status == "fused" for line in report.collectives if line.graph == "forward"] == [False, True]
 

@@ -325,13 +325,13 @@ def rewrite(rewriter: Rewriter, match: GatherMatch) -> Node:
         y = rewriter.call(operator.getitem, call, 0)
         ys = [rewriter.call(operator.getitem, y, i) for i in range(len(products))] if gathers else [y]
         results = [found.result(rewriter, each, sent, reader.layout) for each in ys]
-        seens = []
+        by_products = []
         for other in others:
             seen = rewriter.call(operator.getitem, call, 1)
             if reader.dtypes[0] == reader.dtypes[-1]:
                 seen = rewriter.viewed(seen, other.dtypes[0])
-            seens.append(rewriter.result(rewriter.arrange(seen, sent.received.order, other.layout), other.node))
-    for other, seen in zip(others, seens, strict=True):
+            by_products.append(rewriter.result(rewriter.arrange(seen, sent.received.order, other.layout), other.node))
+    for other, seen in zip(others, by_products, strict=True):
         for user in other.users:
             stand_for(other.node, seen)
             user.replace_input_with(other.node, seen)
