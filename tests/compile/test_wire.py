@@ -120,8 +120,7 @@ def narrowed(x: Tensor, w: Tensor) -> Tensor:
 
 
 def waits_for_a_later_one(x: Tensor, w: Tensor) -> Tensor:
-    gathered = all_gather(x, 0, world())
-    return gathered @ all_gather(w, 0, world())
+    return all_gather(x, 0, world()) @ all_gather(w, 0, world())
 
 
 @pytest.mark.parametrize("other", ["", "bucket_all_reduces_fx", SCHEDULING])
