@@ -107,7 +107,7 @@ def moe_combine(rows: Tensor, routing: Tensor, scores: Tensor, group: Group = No
 
 
 def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor, group: Group = None) -> Tensor:
-    """``moe_combine(F.grouped_mm(h, w, offs=offsets), routing, scores)``, multiplied where tokens' ranks see it.
+    """``moe_combine(F.grouped_mm(h, w, offs=offsets), routing, scores)``, stored where the tokens' ranks read it.
 
     Args:
         h: [capacity, K], as the dispatch has placed its rows.

@@ -1,7 +1,7 @@
 """The launch of the matmul of experts' rows, which go straight to the ranks whose choices they are."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -12,12 +12,14 @@ from fusedcomm.plan.descriptors import can_describe_w, can_describe_x, describe_
 from fusedcomm.plan.schedule import Table
 
 
-def grouped_matmul(s: Builder, h: Tensor, w: Tensor, returns: list[Any]) -> None:
-    """h [capacity, K], of which the host knows no expert's rows; w [E / R, K, N]. ``returns``: places of `Returns`."""
+def return_products(s: Builder, h: Tensor, w: Tensor, rows: Sequence[Tensor]) -> None:
+    """h [capacity, K], of which the host knows no expert's rows; w [E / R, K, N]. ``rows``: tensors behind them."""
     h, w = s.contiguous(h), launches.matrices(s, w)
     capacity, (own, num_k, num_n) = len(h), w.shape
     parts = 1, num_k % tiles.BLOCK_K == 0
-    describable = can_describe_x(s, h) and can_describe_w(s, w, *parts)
+    aligned = math.gcd(16 // h.itemsize, num_n)
+    # Narrow stores to rows anywhere take registers that the widest tiles do not leave.
+    describable = can_describe_x(s, h) and can_describe_w(s, w, *parts) and aligned * h.itemsize == 16
     shape = tiles.Shape(own, _run(-(-capacity // own)), _run(num_n), num_k, 1)  # as if they were equal
     row_major = () if w.stride(2) != 1 else (num_n,)
     is_aligned = launches.aligned(w, num_k, *row_major)
@@ -36,14 +38,14 @@ def grouped_matmul(s: Builder, h: Tensor, w: Tensor, returns: list[Any]) -> None
     arguments = (
         describe_x(s, h, config) if use_tma else s.place(h),
         launches.weights(s, w, None, config, use_tma, parts)[0],
-        *returns,
+        *map(s.place, rows),
         Table(),
         Sizes(capacity, num_n, num_k, *w.stride(), 0, s.memory.slot_bytes),
         own,
         *launches.of_round(s),
         config,
         traits,
-        math.gcd(16 // h.itemsize, num_n),
+        aligned,
         1 << (own - 1).bit_length(),
     )
     options = {"num_warps": config.num_warps, "num_stages": launches.num_stages(s, config, use_tma)}

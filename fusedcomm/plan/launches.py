@@ -390,7 +390,7 @@ def programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int:
 
 
 def zeros(s: Builder, dtype: torch.dtype, *shape: int) -> Tensor:
-    """The product if K is 0."""
+    """The product if K is 0; it may be empty."""
     made, none, numel = s.temporary(shape, dtype), s.temporary((0,), dtype), math.prod(shape)
     s.multiply(none.as_strided((1, numel, 0), (0, 0, 1)), none.view(1, 0, 1), None, made.view(1, numel, 1))
     return made

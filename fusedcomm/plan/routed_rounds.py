@@ -6,7 +6,6 @@ rank's signals of the next round, as in `fusedcomm.memory.workspace`; so they co
 that parity again, in its own segment or in another.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +17,11 @@ from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.builder import Builder, Given
 from fusedcomm.plan.descriptors import unit
 from fusedcomm.plan.geometry import payloads
-from fusedcomm.plan.grouped import grouped_matmul
+from fusedcomm.plan.grouped import return_products
 from fusedcomm.plan.routing import ROWS, Routing, packed_shape
-from fusedcomm.plan.schedule import EndRound, Place, Table
+from fusedcomm.plan.schedule import EndRound, Table
 
-_BLOCK, _EXPERTS = 128, 64  # choices that a program places, and experts that it counts at a time
+_BLOCK, _EXPERTS, _ROWS = 128, 64, 64  # choices that a program places, experts that it counts at a time; rows
 
 
 def dispatch(
@@ -103,16 +102,22 @@ def combine(
     capacity, n = h.shape[0], h.shape[1] if w is None else w.shape[2]
     if w is not None and 0 in (capacity, *w.shape[1:]):
         h, w = launches.zeros(s, h.dtype, capacity, n), None
-    routing = Routing(packed, s.rank, s.group_size, num_tokens * k)
-    assert w is None or len(w) * s.group_size == routing.num_experts
+    routing, own = Routing(packed, s.rank, s.group_size, num_tokens * k), packed.shape[1] // s.group_size
+    assert w is None or len(w) == own
     y = s.result((num_tokens, n), h.dtype)
     received = s.result((num_tokens, k, n), h.dtype) if return_received else None
+    returns = s.temporary((capacity,), torch.int64)
+    if capacity:
+        with s.lane("plan"):
+            static = s.group_size, own, ROWS, _ROWS, 1 << (own - 1).bit_length()
+            _plan(s, "return", -(-capacity // _ROWS), returns, packed, capacity, s.rank, *static)
     if w is None:
         with s.lane("push"):
-            _return(s, s.contiguous(h), routing)
+            _return(s, s.contiguous(h), returns)
     else:
         with s.lane("matmul"):
-            grouped_matmul(s, h, w, _returns(s, routing))
+            mine = routing.experts(s.rank)
+            return_products(s, h, w, (routing.first[mine], routing.filled[mine], returns))
     with s.lane("copy"):
         num_bytes = (k + 1 + k * return_received) * y.numel() * h.itemsize
         kind = launches.copy_out(s, num_bytes, beside=False, arrived=False)
@@ -138,22 +143,12 @@ def _of_tokens(
     _launch(s, name, kind, num_tokens, in_sm, arguments, num_warps)
 
 
-def _returns(s: Builder, routing: Routing) -> list[Place]:
-    own = routing.experts(s.rank)
-    of_experts = [t[..., own] for t in (routing.first, routing.filled, routing.kept, routing.shifts)]
-    return [*map(s.place, of_experts), s.place(routing.returned)]
-
-
-def _return(s: Builder, rows: Tensor, routing: Routing) -> None:
+def _return(s: Builder, rows: Tensor, returns: Tensor) -> None:
     """Launch programs that each take one of the experts' rows [capacity, N] after the other."""
     capacity, n = rows.shape
-    own = s.place(rows), *_returns(s, routing)
     block, num_warps = tiles.rows_config(s.device.architecture, n, rows.itemsize)
-    num_experts = routing.num_experts // s.group_size
-    sizes = num_experts, capacity, n, s.memory.slot_bytes
-    aligned = math.gcd(16 // rows.itemsize, n)
-    static = unit(rows.itemsize, n), aligned, block, 1 << (num_experts - 1).bit_length()
-    arguments = *own, Table(), *sizes, *launches.of_round(s), *static
+    sizes = capacity, n, s.memory.slot_bytes
+    arguments = s.place(rows), s.place(returns), Table(), *sizes, *launches.of_round(s), unit(rows.itemsize, n), block
     _launch(s, "return_rows", "push", capacity, 4, arguments, num_warps)
 
 

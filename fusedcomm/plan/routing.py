@@ -2,8 +2,8 @@
 
 Experts lie in equal blocks over R ranks. A slot is one of a token's k choices; slots are numbered token * k + choice.
 An expert's rows lie one behind the other, by rank and slot. Nothing here asks the device for a number, or brings it
-one from the host's memory, but `Routing.host_counts`: the host's copies need it. Kernels take `places`, `first` and
-`filled` where they are; their `Schedule` has sizes alone, which do not change with the counts.
+one from the host's memory, but `Routing.host_counts`: the host's copies need it. Kernels take
+its parts where they are; their `Schedule` has sizes alone, which do not change with the counts.
 """
 
 from functools import cached_property

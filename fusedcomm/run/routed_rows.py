@@ -3,9 +3,9 @@ or by kernels.
 
 In symmetric memory a dispatch takes two rounds. In the first every rank tells its counts; in the second it writes each
 row where it belongs on the expert's rank: in the result, if that rank has posted it, or in the slot. A combine takes
-one: a rank's rows go to its own slot, and the owners of tokens read them there. So a slot needs room for ``capacity``
-rows, whatever the number of tokens, which ranks do not know of each other. Reads of peers' slots, as those of the own
-one, end before the round does.
+one: a rank's rows go to its own slot, and the owners of tokens read them there; by kernels they go to the owners' slots
+wherever all of these have room. So a slot needs room for ``capacity`` rows, whatever the number of tokens, which ranks
+do not know of each other. Reads of peers' slots, as those of the own one, end before the round does.
 """
 
 from collections.abc import Callable

@@ -124,16 +124,6 @@ class RoutingRows(NamedTuple):
     counts: int  # R rows, then R of kept counts, first and filled rows, R of shifts, places, indices
 
 
-class Returns(NamedTuple):
-    """Where a rank's rows go in a combine: pointers into a routing tensor, from this rank's first expert on."""
-
-    first: Any  # [E / R], as its filled rows
-    filled: Any
-    kept: Any  # [R, E], as its shifts
-    shifts: Any
-    sums: Any  # [R]: `returned`
-
-
 class Scaled(NamedTuple):
     """TRAITS.scaled: which elements of float8 operands share a scale."""
 

@@ -3,27 +3,28 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import Operands, Returns, Scales, Span
+from fusedcomm.kernels.triton.bundles import Operands, Scales, Span
 from fusedcomm.kernels.triton.matmul import matmul_tile, row_of_batch, sizes_in_units, store_tile
 from fusedcomm.kernels.triton.primitives import tile_coords
 from fusedcomm.kernels.triton.rounds import next_push, slot_of
-from fusedcomm.kernels.triton.token_rows import all_fit, report_all, way_back
+from fusedcomm.kernels.triton.token_rows import MASK_32, first_of_rank, report_all
 
 
 @triton.jit
-def _rows_of(returns, experts, mask, capacity):
+def _rows_of(first_ptr, filled_ptr, experts, mask, capacity):
     """The first row of experts, and the row before which they end. A wrong routing leads to no other memory."""
-    first = tl.load(returns.first + experts, mask, other=0)
-    filled = tl.load(returns.filled + experts, mask, other=0)
+    first = tl.load(first_ptr + experts, mask, other=0)
+    filled = tl.load(filled_ptr + experts, mask, other=0)
     return tl.maximum(first, 0).to(tl.int32), tl.minimum(filled, capacity).to(tl.int32)
 
 
 @triton.jit
-def _find(tile, ends, num_experts, num_n, returns, capacity, TILE: tl.constexpr):
+def _find(tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE: tl.constexpr):
     """Expert by expert: (expert, first row, row before which a tile ends, tile column). ``ends``: of experts' tiles."""
+    tile = ((tile + begin_tile) % tl.max(ends, axis=0)).to(tl.int32)
     expert = tl.sum((ends <= tile).to(tl.int32), axis=0)
     begin = tl.max(tl.where(ends <= tile, ends, 0), axis=0)
-    first, end = _rows_of(returns, expert, expert < num_experts, capacity)
+    first, end = _rows_of(first_ptr, filled_ptr, expert, expert >= 0, capacity)
     num_m = tl.maximum(tl.cdiv(end - first, TILE.block_m), 1)
     tile_m, tile_n = tile_coords(tile - begin, num_m, num_n, TILE.group_m)
     return expert, first + tile_m * TILE.block_m, end, tile_n
@@ -48,11 +49,9 @@ def _multiply(h, w, tile, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
 def grouped_matmul_kernel(
     h,  # [capacity, K], descriptor or pointer, as in Operands
     w,  # [E / R, K, N]
-    first_ptr,  # these five are Returns
-    filled_ptr,
-    kept_ptr,
-    shifts_ptr,
-    sums_ptr,
+    first_ptr,  # [E / R], the rows where this rank's experts begin, and
+    filled_ptr,  # end
+    returns_ptr,  # [capacity], by slot_places.return_kernel
     segments_ptr,  # [R] addresses of the ranks' segments
     sizes,
     num_experts,
@@ -61,7 +60,7 @@ def grouped_matmul_kernel(
     LAYOUT: tl.constexpr,
     TILE: tl.constexpr,
     TRAITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # a divisor of N, up to 16 bytes
     EXPERTS: tl.constexpr,
 ):
     """Store h[rows of e] @ w[e] of each expert e in the slots of the ranks whose choices they are; signal every rank.
@@ -70,26 +69,29 @@ def grouped_matmul_kernel(
     """
     tl.assume(sizes.K > 0)
     sizes, capacity = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
-    returns = Returns(first_ptr, filled_ptr, kept_ptr, shifts_ptr, sums_ptr)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     DTYPE: tl.constexpr = h.dtype if TRAITS.by_tma else h.dtype.element_ty
+    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
-    fit = all_fit(sums_ptr, capacity, LAYOUT)
     num_n = tl.cdiv(sizes.N, TILE.block_n)
     experts = tl.arange(0, EXPERTS)
-    first, end = _rows_of(returns, experts, experts < num_experts, capacity)
+    first, end = _rows_of(first_ptr, filled_ptr, experts, experts < num_experts, capacity)
     ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)
+    begin_tile = first_of_rank(tl.max(ends, axis=0), rank, LAYOUT)
     num_programs = tl.num_programs(0)
     columns = Span(sizes.N, 0, sizes.N, 0, 0)
     stored_tile = tl.program_id(0) - num_programs
     # As in push_matmul_kernel: flattened, and the stored tile is found again.
     for tile in tl.range(tl.program_id(0), tl.max(ends, axis=0), num_programs, flatten=TRAITS.by_tma):
-        found = _find(tile, ends, num_experts, num_n, returns, capacity, TILE)
+        found = _find(tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE)
         acc = _multiply(h, w, found, sizes, TILE, TRAITS)
         stored_tile += num_programs
-        expert, i, i_end, tile_n = _find(stored_tile, ends, num_experts, num_n, returns, capacity, TILE)
-        rows = (i + tl.arange(0, TILE.block_m)).to(tl.int64)
-        to = way_back(rows, expert, returns, fit, num_experts, capacity, sizes.N, round, LAYOUT, DTYPE, ALIGNED)
+        _, i, i_end, tile_n = _find(stored_tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE)
+        rows = i + tl.arange(0, TILE.block_m)
+        places = tl.load(returns_ptr + rows, rows < i_end, other=-1)
+        there = places >= 0
+        apart = tl.load(segments_ptr + (places >> 32), there, other=0) - round.segment
+        to = (apart // ITEMSIZE + (places & MASK_32) * sizes.N) // ALIGNED * ALIGNED
         j = tile_n * TILE.block_n
-        store_tile(acc, slot, to, rows < i_end, j, j, sizes.N, None, None, 0, columns, 2, TILE.halves)
+        store_tile(acc, slot, to, there, j, j, sizes.N, None, None, 0, columns, 2, TILE.halves)
     report_all(round, LAYOUT)

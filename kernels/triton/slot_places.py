@@ -149,6 +149,45 @@ def shift_kernel(
     tl.store(packed_ptr + ROWS.returned * E + src_rank, index)
 
 
+@triton.jit(do_not_specialize=["capacity", "rank"])
+def return_kernel(
+    returns_ptr,  # [capacity]
+    packed_ptr,  # a routing tensor
+    capacity,
+    rank,
+    GROUP_SIZE: tl.constexpr,
+    OWN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """returns[row] = the rank whose choice it is << 32 | its index there, or -1 where there is none.
+
+    Where indices exceed the capacity on any rank, it is this rank << 32 | row.
+    """
+    E: tl.constexpr = GROUP_SIZE * OWN
+    rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    nth, ranks = tl.arange(0, EXPERTS), tl.arange(0, triton.next_power_of_2(GROUP_SIZE))
+    sums = tl.load(packed_ptr + ROWS.returned * E + ranks, ranks < GROUP_SIZE, other=0)
+    kept = packed_ptr + (ROWS.counts + GROUP_SIZE) * E + rank * OWN
+    first = kept + GROUP_SIZE * E
+    begins = tl.load(first + nth, nth < OWN, other=0)
+    ends = tl.load(first + E + nth, nth < OWN, other=0)
+    owned = (rows[:, None] >= begins[None, :]) & (rows[:, None] < ends[None, :])
+    expert = tl.max(tl.where(owned, nth[None, :], -1), axis=1)
+    there = expert >= 0
+    begin = tl.load(first + expert, there, other=0)
+    found = tl.full((BLOCK,), -1, tl.int64)
+    for src_rank in range(GROUP_SIZE):
+        end = begin + tl.load(kept + src_rank * E + expert, there, other=0)
+        index = rows + tl.load(first + (2 + src_rank) * E + expert, there, other=0)
+        here = there & (rows >= begin) & (rows < end) & (index >= 0) & (index < capacity)
+        found = tl.where(here, (tl.cast(src_rank, tl.int64) << 32) + index, found)
+        begin = end
+    own = tl.where(there, (tl.cast(rank, tl.int64) << 32) + rows, -1)
+    tl.store(returns_ptr + rows, tl.where(tl.max(sums, axis=0) <= capacity, found, own), rows < capacity)
+
+
 @triton.jit(do_not_specialize=["num_choices", "num_experts", "capacity"])
 def place_kernel(
     places_ptr,  # [T * k]

@@ -1,4 +1,4 @@
-"""Rows of tokens that go to experts and come back: pushes by places, their copy-out, and sums of rows in all slots.
+"""Rows of tokens that go to experts and come back: pushes by places, their copy-out, and sums.
 
 A place is rank * capacity + row, or -1 where a token's choice has no row. The slot of a round is one block of rows,
 [capacity, N]. In a dispatch they are those of the owner's experts: a token's row goes to a rank once, to the first of
@@ -10,9 +10,10 @@ know, each rank's rows stay in its own slot instead.
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.bundles import Returns
 from fusedcomm.kernels.triton.primitives import in_units, rounded
 from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, report, slot_of, wait_all
+
+MASK_32 = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -40,35 +41,9 @@ def all_fit(sums_ptr, capacity, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def way_back(
-    rows,
-    expert,
-    returns,
-    fit,
-    num_experts,
-    capacity,
-    N,
-    round,
-    LAYOUT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """The element where each row of an expert goes, from this rank's slot on: in the slot of the rank whose choice it
-    is, by index, or where they do not fit, in its own. ALIGNED divides N, up to 16 bytes.
-    """
-    GROUP_SIZE: tl.constexpr = LAYOUT.group_size
-    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    begin = tl.load(returns.first + expert)
-    to = rows * N
-    for src_rank in tl.static_range(GROUP_SIZE):  # a loop would keep the one around it from being flattened
-        of_rank = src_rank * num_experts * LAYOUT.group_size + expert
-        end = begin + tl.load(returns.kept + of_rank)
-        index = rows + tl.load(returns.shifts + of_rank)
-        here = fit & (rows >= begin) & (rows < end) & (index >= 0) & (index < capacity)
-        apart = (tl.load(round.segments_ptr + src_rank) - round.segment) // ITEMSIZE
-        to = tl.where(here, apart + index * N, to)
-        begin = end
-    return to // ALIGNED * ALIGNED
+def first_of_rank(num, rank, LAYOUT: tl.constexpr):
+    """Where a rank begins with ``num`` equal works, so that not all send to one rank at a time."""
+    return tl.cast(num, tl.int64) * rank // LAYOUT.group_size
 
 
 @triton.jit
@@ -220,16 +195,11 @@ def take_rows_kernel(
     end_round(round)
 
 
-@triton.jit(do_not_specialize=["num_experts", "capacity", "fingerprint", "rank"])
+@triton.jit(do_not_specialize=["capacity", "fingerprint", "rank"])
 def return_rows_kernel(
     rows_ptr,  # [capacity, N], contiguous
-    first_ptr,  # these five are Returns
-    filled_ptr,
-    kept_ptr,
-    shifts_ptr,
-    sums_ptr,
+    returns_ptr,  # [capacity], by slot_places.return_kernel
     segments_ptr,  # [R] addresses of the ranks' segments
-    num_experts,
     capacity,
     N,
     slot_bytes,
@@ -237,31 +207,24 @@ def return_rows_kernel(
     rank,
     LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr,
 ):
     """Store the experts' rows in the slots of the ranks whose choices they are, and signal every rank.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol.
     """
     N = in_units(N, UNIT)
-    returns = Returns(first_ptr, filled_ptr, kept_ptr, shifts_ptr, sums_ptr)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
-    dtype = rows_ptr.dtype.element_ty
-    slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
-    fit, experts = all_fit(sums_ptr, capacity, LAYOUT), tl.arange(0, EXPERTS)
-    first = tl.load(first_ptr + experts, experts < num_experts, other=0)
-    filled = tl.load(filled_ptr + experts, experts < num_experts, other=0)
-    for row in range(tl.program_id(0), capacity, tl.num_programs(0)):
-        owned = (row >= first) & (row < filled)
-        if tl.max(owned.to(tl.int32), axis=0) != 0:
-            expert, wide = tl.max(tl.where(owned, experts, 0), axis=0), tl.cast(row, tl.int64)
-            to = way_back(wide, expert, returns, fit, num_experts, capacity, N, round, LAYOUT, dtype, ALIGNED)
+    begin_row = first_of_rank(capacity, rank, LAYOUT)
+    for i in range(tl.program_id(0), capacity, tl.num_programs(0)):
+        row = (tl.cast(i, tl.int64) + begin_row) % capacity
+        place = tl.load(returns_ptr + row)
+        if place >= 0:
+            segment = tl.load(segments_ptr + (place >> 32))
+            to = slot_of(segment, round.epoch, slot_bytes, LAYOUT, rows_ptr.dtype.element_ty) + (place & MASK_32) * N
             for begin in range(0, N, BLOCK):
                 columns = begin + tl.arange(0, BLOCK)
-                value = tl.load(rows_ptr + wide * N + columns, columns < N)
-                tl.store(slot + to + columns, value, columns < N)
+                tl.store(to + columns, tl.load(rows_ptr + row * N + columns, columns < N), columns < N)
     report_all(round, LAYOUT)
 
 

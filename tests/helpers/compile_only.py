@@ -232,7 +232,9 @@ def unpack_norm(n: int, own: bool = True) -> None:
     unpack_and_norm(normed, out, torch.empty_like(out[0]), spans, MetaWorkspace(), 1, own)
 
 
-def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True) -> None:
+def token_rows(
+    kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, scores: bool = True, transposed: bool = False
+) -> None:
     """Launch one of the kernels of a dispatch or combine of 8192 tokens to 64 experts, 8 each."""
     k, capacity, combines = 8, 16384, kernel not in ("send_rows", "take_rows")
     packed = torch.empty(routing.packed_shape(8192 * k, 64, GROUP_SIZE), dtype=torch.int64, device="meta")
@@ -242,6 +244,7 @@ def token_rows(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, 
         run_kernel(kernel, routed_rounds.send, MetaWorkspace(), 1, rows, weights, packed, k=k, capacity=capacity)
         return
     w = torch.empty(64 // GROUP_SIZE, n, n, dtype=dtype, device="meta") if kernel == "grouped_matmul" else None
+    w = w.mT if transposed and w is not None else w
     facts = {"num_tokens": 8192, "return_received": scores}
     run_kernel(kernel, routed_rounds.combine, MetaWorkspace(), 1, rows, w, weights, packed, k=k, **facts)
 
@@ -306,6 +309,9 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     for kernel in ("send rows", "take rows", "return rows", "grouped matmul", "add rows"):
         yield kernel, partial(token_rows, kernel.replace(" ", "_"))
         yield f"{kernel} fp32 odd", partial(token_rows, kernel.replace(" ", "_"), 4100, torch.float32, scores=False)
+    for n in (4096, 4104, 4099):
+        yield f"grouped matmul transposed {n}", partial(token_rows, "grouped_matmul", n, transposed=True)
+    yield "return choices", partial(token_rows, "return")
     yield from (
         (f"{kernel} choices", partial(places, kernel)) for kernel in ("count", "scan", "plan", "shift", "place")
     )
@@ -392,7 +398,7 @@ def report(name: str, arch: int, kernel: Any, folder: Path) -> KernelReport:
         file.write(kernel.asm["cubin"])
         file.flush()
         registers, stack = resources(Path(file.name))
-        multiplies = name.startswith(("push", "gather"))
+        multiplies = name.startswith(("push", "gather", "grouped"))
         in_loops = spills_in_loops(Path(file.name)) if stack and multiplies else 0
     loops = main_loops(ptx)
     return KernelReport(

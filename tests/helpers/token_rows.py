@@ -14,18 +14,20 @@ from fusedcomm.run import python_executor
 
 
 def run_kernel(
-    name: str,
+    names: str,
     program: Callable[..., list[Tensor]],
     workspace: Any,
     fingerprint: int,
     *tensors: Tensor | None,
     **facts: Any,
 ) -> list[Tensor]:
-    """The results of a program of `fusedcomm.plan.routed_rounds` of which one kernel runs alone."""
+    """The results of a program of `fusedcomm.plan.routed_rounds` of which these kernels run alone."""
+    kernels = [f"{name}_kernel" for name in names.split()]
     layouts = [None if t is None else layout_of(t) for t in tensors]
     s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
     schedule = s.finish(*program(s, *s.inputs, **facts))
-    steps = [step for step in schedule.steps if isinstance(step.work, Launch) and f".{name}_k" in step.work.kernel]
+    launches = (step for step in schedule.steps if isinstance(step.work, Launch))
+    steps = [step for step in launches if step.work.kernel.split(".")[1] in kernels]
     return python_executor.run(replace(schedule, steps=tuple(steps)), workspace, "", fingerprint, tensors)
 
 

@@ -67,7 +67,7 @@ def gathers(compiled: Compiled) -> dict[str, dict[str, int]]:
 
 def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled, arch: int) -> None:
     instruction = {80: "mma_sync", 90: "wgmma", 100: "tcgen05"}[arch]
-    for found in (pushes(compiled), gathers(compiled)):
+    for found in (pushes(compiled) | counts_of(compiled, "grouped_matmul_kernel"), gathers(compiled)):
         assert len(found) >= 8
         assert all(counts[instruction] > 0 for counts in found.values()), found
 
@@ -89,10 +89,13 @@ WIDTHS = {
     "gather K short runs": ({16}, {16}),
     "gather ragged": ({16}, {8, 16}),
     "gather odd": ({2}, {2}),
+    "grouped matmul": ({16}, {16}),
+    "grouped matmul transposed 4104": ({16}, {16}),
     "push float8": ({16}, {16}),
     "gather float8": ({16}, {16}),
 }
 BY_POINTER = {"push pointers", "push rows scattered", "push odd", "gather ragged", "gather odd"}
+BY_POINTER |= {"grouped matmul transposed 4099"}
 BY_POINTER |= {
     "push float8 odd",
     "gather K float8 ragged",
@@ -118,7 +121,8 @@ def test_loads_and_stores_are_as_wide_as_rows_allow(compiled: Compiled, target: 
 
 
 def test_tiles_are_loaded_by_tma(compiled: Compiled, arch: int) -> None:
-    for name, counts in (pushes(compiled) | gathers(compiled)).items():
+    grouped = counts_of(compiled, "grouped_matmul_kernel")
+    for name, counts in (pushes(compiled) | gathers(compiled) | grouped).items():
         assert (counts["tma_loads"] > 0) == (arch >= 90 and name not in BY_POINTER), name
 
 
@@ -144,7 +148,11 @@ def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:
     for name, kernel in compiled.items():
-        alone = {*SENDS, "norm_kernel", *(f"{each}_kernel" for each in ("count", "scan", "plan", "shift", "place"))}
+        alone = {
+            *SENDS,
+            "norm_kernel",
+            *(f"{each}_kernel" for each in ("count", "scan", "plan", "shift", "return", "place")),
+        }
         assert (kernel["counts"]["sleeps"] > 0) == (kernel["kernel"] not in alone), name
 
 

@@ -54,7 +54,9 @@ def of_rows(name: str, rank: VirtualRank, value: float, fingerprint: int) -> Ten
     if not combines:
         return run_kernel(name, routed_rounds.send, rank, fingerprint, rows, None, packed, k=k, capacity=6 * k)[0]
     facts = {"num_tokens": 6, "return_received": False}
-    return run_kernel(name, routed_rounds.combine, rank, fingerprint, rows, None, None, packed, k=k, **facts)[0]
+    return run_kernel(
+        f"return {name}", routed_rounds.combine, rank, fingerprint, rows, None, None, packed, k=k, **facts
+    )[0]
 
 
 def send(kernel: str, rank: VirtualRank, value: float = 1, fingerprint: int = FINGERPRINT) -> None:

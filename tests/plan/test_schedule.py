@@ -18,7 +18,6 @@ from fusedcomm.plan.builder import Device
 from fusedcomm.plan.schedule import Await, Copy, Launch, Record, Schedule, Signal, Step, Stream, Wait
 from tests.helpers.plain_cases import IN_ROUNDS, ONE_SHOT, OTHERS, SCATTERED, TWO_SHOT, UNEVEN_IN_ROUNDS, Case, NormCase
 from tests.helpers.problems import Problem
-from tests.helpers.schedule import kernel_effects
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.kernel_effects import EFFECTS
@@ -112,10 +111,8 @@ def test_sums_in_float32_do_not_race(way: str) -> None:
     assert not found(world_of(way, 3), calls([gather], torch.float32))
 
 
-@pytest.mark.parametrize("pulls", [True, False])
-def test_rows_in_slots_of_other_ranks_do_not_race(pulls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_slots_of_other_ranks_do_not_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is written again only when all have read it. With a single slot there is a race."""
-    monkeypatch.setattr(kernel_effects, "pulls", pulls)
     world = world_of("fused", 3)
     order = HappensBefore(world.enqueue(of_tokens))
     assert not races(order) and not blocked_waits(order)

@@ -14,6 +14,7 @@ from tests.helpers.problems import Problem
 from tests.helpers.uneven import Uneven
 from tests.protocol.words import COMBINE as COMBINED
 from tests.protocol.words import DISPATCH as DISPATCHED
+from tests.protocol.words import RETURN as RETURNED
 from tests.protocol.words import Traffic, Word, words
 
 
@@ -118,6 +119,7 @@ PLAIN_REDUCE = replace(REDUCE, traffic=_plain("reduce_scatter", None, 0))
 PLAIN_ALL_REDUCE = replace(ALL_REDUCE, traffic=_plain("all_reduce", None, None))
 DISPATCH = Call(10, Traffic(lambda group_size: DISPATCHED), counts_first=True)
 COMBINE = Call(11, Traffic(lambda group_size: COMBINED))
+RETURN = Call(12, Traffic(lambda group_size: RETURNED))
 GATHERED_K = replace(PUSH, traffic=Traffic(_even((12, 6), 4, 0, 1, op="all_to_all_matmul")))  # the same exchange
 Script = tuple[Call, ...]
 AT_ONCE = ("stamp", "place", "mark")

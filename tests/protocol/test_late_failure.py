@@ -11,8 +11,11 @@ from torch import Tensor
 from fusedcomm.kernels.triton import copy, rounds, token_rows
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.routing import ROWS
 from fusedcomm.testing import launch_now
 from tests.helpers import virtual_ranks as virtual
+from tests.helpers.token_rows import routings
+from tests.kernels import test_failed_waits
 from tests.kernels.test_failed_waits import of_rows
 
 SPANS = RoundSpans(*[Span(size=8, start=0, inner=8, outer_stride=0, peer_stride=8)] * 5)
@@ -105,12 +108,20 @@ def test_a_failure_in_an_earlier_round_is_told_once(monkeypatch: pytest.MonkeyPa
     assert late.broken[0] >> 8 == 1 and early.broken[0] >> 8 == 2
 
 
+def in_own_slots(*args: Any) -> list[Tensor]:
+    """Routings as if a rank had more rows than fit."""
+    found = routings(*args)
+    for packed in found:
+        packed[ROWS.returned] += 1000
+    return found
+
+
 @pytest.mark.parametrize("tells", [True, False])
 def test_who_still_reads_the_slot_of_a_failed_peer_is_told(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
     """Where they do not fit, rows of a combine stay in their own slot. The control reads those of round 3 for those of
     round 1.
     """
-    monkeypatch.setattr(token_rows, "all_fit", lambda sums, capacity, layout: capacity < 0)
+    monkeypatch.setattr(test_failed_waits, "routings", in_own_slots)
     monkeypatch.setattr(virtual, "NUM_PROGRAMS", dict.fromkeys(virtual.NUM_PROGRAMS, 1))
     early, late = virtual.virtual_ranks(2, slot_bytes=12 * 8 * 4)
     early.word(early.layout.timeout)[0] = int(20e6)

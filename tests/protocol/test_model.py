@@ -25,6 +25,7 @@ from tests.protocol.scenario import (
     PUSH,
     REDUCE,
     RESET,
+    RETURN,
     UNEVEN,
     UNFUSED,
     Call,
@@ -71,6 +72,7 @@ CALLS = {
     "grown": (PUSH, GATHER, HANDSHAKE, RESET, GATHER, PUSH),
     "rows": (DISPATCH, COMBINE, DISPATCH, COMBINE),
     "rows-among-others": (COMBINE, PUSH, COMBINE, GATHER, DISPATCH),
+    "rows-returned": (RETURN, COMBINE, RETURN, DISPATCH, RETURN),
 }
 
 

@@ -5,7 +5,7 @@ A rank has two programs, as it has streams: what it sends, and what it receives.
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
 
 SLOT_BYTES, ITEM_BYTES = 1 << 16, 2
-DISPATCH, COMBINE = "dispatch", "combine"  # problems of rows that go to experts and come back
+# problems of rows that go to experts and come back, from the slots of their senders or by pushes
+DISPATCH, COMBINE, RETURN = "dispatch", "combine", "return"
 BY_KERNELS = GPU._replace(least_copied=1 << 62)
 
 
@@ -64,11 +65,16 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
             walk.epochs[group.name] += 1
         elif isinstance(problem, str):
             if device:
-                walk.call(token_schedules(memory, BY_KERNELS)[problem == COMBINE], group)
+                schedules = token_schedules(memory, BY_KERNELS)
+                walk.call(schedules[problem != DISPATCH], replace(group, pulls=problem == COMBINE))
             else:
-                getattr(_Rows(walk, group, in_place), problem)()
+                getattr(_Rows(walk, group, in_place), COMBINE if problem == RETURN else problem)()
             counts = _counts_bytes(group_size)
-            kinds = [counts, 0 if device else counts] if problem == DISPATCH else [-1]
+            kinds = (
+                [counts, 0 if device else counts]
+                if problem == DISPATCH
+                else [0 if device and problem == RETURN else -1]
+            )
             chunk_bytes |= dict(zip(range(before + 1, walk.epochs[group.name] + 1), kinds, strict=True))
         else:
             algorithm = call.algorithm if device else "chunked"

@@ -80,9 +80,9 @@ CONTROLS: dict[str, Control] = {
         "tests/kernels/test_reduce.py::test_every_shape",
     ),
     "rows that fit no slot stay in their own": Control(
-        "kernels/triton/token_rows.py",
-        "here = fit & (rows >= begin)",
-        "here = (rows >= begin)",
+        "kernels/triton/slot_places.py",
+        "tl.where(tl.max(sums, axis=0) <= capacity, found, own)",
+        "found",
         ROWS_OF_EXPERTS + "[3-6-Case(lead=2, own=2, k=3, kind='any', room='less', alignment=4, dtype=torch.bfloat16)]",
     ),
     "experts' rows lie by their ranks": Control(

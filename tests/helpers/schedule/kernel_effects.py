@@ -19,15 +19,15 @@ from tests.helpers.schedule.operations import Flag, Step, Work
 from tests.helpers.schedule.region import Region, region
 
 EPOCH, ARRIVALS, WORD = 0, 8, 8  # bytes: fusedcomm.memory.segment.HeaderLayout
-pulls = False  # whether combines leave rows in the slots of their senders
 
 
 @dataclass(frozen=True)
 class Group:
-    """``ranks``: the global rank of each member."""
+    """``ranks``: the global rank of each member. ``pulls``: combines leave rows in the slots of their senders."""
 
     name: str
     ranks: tuple[int, ...]
+    pulls: bool = False
 
     def segment(self, rank: int) -> str:
         return f"segment of rank {rank} in {self.name}"
@@ -277,8 +277,8 @@ def take_rows(launch: KernelCall) -> Iterator[Step]:
 
 
 def return_rows(launch: KernelCall) -> Iterator[Step]:
-    """As if rows were of all ranks' choices alike, or more than the slots hold (`pulls`)."""
-    name = "rows_ptr" if "rows_ptr" in launch.args else "h"
+    """As if rows were of all ranks' choices alike, or more than the slots hold."""
+    name, pulls = "rows_ptr" if "rows_ptr" in launch.args else "h", launch.group.pulls
     sizes = launch.args.get("sizes")
     capacity, n = (sizes.M, sizes.N) if sizes else (launch.args["capacity"], launch.args["N"])
     numel, itemsize = capacity // launch.group_size * n, launch.itemsize(name)
@@ -287,8 +287,9 @@ def return_rows(launch: KernelCall) -> Iterator[Step]:
         reads=[launch.word(EPOCH)], writes=[launch.part(launch.rank, 0, capacity * n, itemsize)] if pulls else []
     )
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
-        step = Step(reads=[*launch.tensor(name), *launch.tensor("w")], writes=[launch.counter(dst_rank)])
-        step.work = launch.store(Work(flops=flops), dst_rank, numel * itemsize)
+        inputs = [t for each in (name, "w", "first_ptr", "filled_ptr", "returns_ptr") for t in launch.tensor(each)]
+        step = Step(reads=inputs, writes=[launch.counter(dst_rank)])
+        step.work = launch.store(Work(flops=flops), launch.rank if pulls else dst_rank, numel * itemsize)
         if not pulls:
             step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
         yield launch.signal(step, dst_rank)
@@ -296,10 +297,13 @@ def return_rows(launch: KernelCall) -> Iterator[Step]:
 
 def add_rows(launch: KernelCall) -> Iterator[Step]:
     yield from launch.wait_all()
-    owners = range(launch.group_size) if pulls else [launch.rank]
+    owners = range(launch.group_size) if launch.group.pulls else [launch.rank]
     numel, itemsize = launch.args["capacity"] * launch.args["N"], launch.itemsize("y_ptr")
     slots = [launch.part(owner, 0, numel, itemsize) for owner in owners]
-    reads = [*slots, *(t for name in ("scores_ptr", "places_ptr", "indices_ptr") for t in launch.tensor(name))]
+    reads = [
+        *slots,
+        *(t for name in ("scores_ptr", "places_ptr", "indices_ptr", "sums_ptr") for t in launch.tensor(name)),
+    ]
     yield Step(reads=reads, writes=[*launch.tensor("y_ptr"), *launch.tensor("received_ptr")])
     yield launch.end_round()
 
@@ -328,7 +332,7 @@ EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "return_rows_kernel": return_rows,
     "grouped_matmul_kernel": return_rows,
     "add_rows_kernel": add_rows,
-    **{f"{each}_kernel": local for each in ("count", "scan", "plan", "shift", "place")},
+    **{f"{each}_kernel": local for each in ("count", "scan", "plan", "shift", "return", "place")},
 }
 
 

@@ -30,6 +30,11 @@ class Footprint:
 KERNELS = {
     "push_matmul_kernel": Footprint(8, 226, 229_408),
     "gather_matmul_kernel": Footprint(8, 174, 229_408),
+    "grouped_matmul_kernel": Footprint(8, 219, 229_408),
+    "send_rows_kernel": Footprint(8, 64, 8),
+    "take_rows_kernel": Footprint(16, 64, 32),
+    "return_rows_kernel": Footprint(8, 54, 8),
+    "add_rows_kernel": Footprint(8, 122, 32),
     "pack_kernel": Footprint(16, 62, 8),
     "unpack_kernel": Footprint(16, 61, 32),
     "reduce_kernel": Footprint(16, 46, 32),

@@ -232,10 +232,10 @@ def of_tokens(call: Calls) -> None:
     group, *_ = call.groups
     memory = call.walk.memories[group.name]
     found = [call.world.changed(memory.rank, each) for each in token_schedules(memory, call.world.device)]
-    for each in (*found, found[1], *found):
-        call.walk.call(each, group)
+    for number, each in enumerate((*found, found[1], *found, *found[1:3])):
+        call.walk.call(each, replace(group, pulls=number % 2 == 1))
     call(Problem("rows", (256, 128), 256, scatter_dim=0, op="matmul_reduce_scatter", bias=True), group)
-    call.walk.call(found[1], group)
+    call.walk.call(found[1], replace(group, pulls=True))
 
 
 def on_two_streams(problems: Sequence[Problem | Case]) -> Program:
