@@ -8,7 +8,7 @@ import inspect
 import pickle
 import re
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -300,64 +300,12 @@ def rows_of(file: str, **fields: str) -> list[dict[str, str]]:
     return [row for row in figures() if all(row[name] == value for name, value in fields.items())]
 
 
-def figure(file: str, **fields: str) -> float:
-    (row,) = rows_of(file, **fields)
-    return float(row["value"] or row["ratio"])
-
-
-def spread(file: str, **fields: str) -> str:
-    (row,) = rows_of(file, **fields)
-    return "{:.2f} ({:.2f} to {:.2f})".format(*(float(row[name]) for name in ("ratio", "low", "high")))
-
-
 def test_the_figures_are_those_of_the_runs() -> None:
     assert results_csv.text() == results_csv.FILE.read_text(), "make results"
     assert len(figures()) > 3000
     assert {row["file"] for row in figures()} == {path.stem for path in results_csv.FOLDER.glob("*.json")}
     assert all(row[name] for row in figures() for name in (*results_csv.FACTS, "figure"))
     assert all(row["value"] or row["ratio"] or row["low"] for row in figures())
-
-
-def test_speeds_of_the_ops() -> None:
-    names = [f"summary {each}" for each in ("speedup_mean", "speedup_minimum", "over_roof_median", "free_exchange")]
-    expected = []
-    for op in OPS:
-        found = [figure("cpu-2-ranks-ops", op=op, figure=name) for name in names]
-        found.append(figure(f"cpu-2-ranks-ragged-{op}", figure="goals value"))
-        expected.append([f"`{op}`", *(f"{each:.2f}" for each in found)])
-    assert sorted(table_rows(page("benchmark"), "op")) == sorted(expected)
-
-
-def test_what_a_call_costs() -> None:
-    compared = [("chunked", "hot", "baseline"), ("chunked", "cold", "baseline"), ("chunked", "cpu", "empty op")]
-    compared += [("unfused", "hot", "baseline"), ("unfused", "cold", "baseline")]
-    for row in table_rows(page("benchmark"), "op, 4 x 16 @ 16 x 8"):
-        of = partial(figure, "cpu-2-ranks-overhead", op=row[0].strip("`"))
-        ratios = [
-            of(what=f"{call}, forward", figure=time) / of(what=f"{other}, forward", figure=time)
-            for call, time, other in compared
-        ]
-        assert row[1:] == [f"{ratio:.2f}" for ratio in ratios]
-
-
-def test_speeds_across_hosts() -> None:
-    for op, *cells in table_rows(page("benchmark"), "wire / matmul"):
-        found = [
-            [row["ratio"] for row in rows_of("cpu-2-hosts", op=op.strip("`"), figure=name)]
-            for name in ("speedup auto", "over_bound")
-        ]
-        expected = [[f"{float(each):.2f}" for each in pair] for pair in zip(*found, strict=True)]
-        assert [cell.split(", ")[:2] for cell in cells] == expected
-
-
-def test_speeds_of_models() -> None:
-    blocks, styles = "cpu-2-ranks-model-blocks-xeon", "cpu-2-ranks-parallel-styles"
-    for block, _, *cells in table_rows(page("benchmark"), "block, float32"):
-        of = partial(spread, blocks, what=f"{block.strip('`')}, blocks, float32")
-        assert cells == [of(figure="plain_over_compiled"), of(figure="unmoved_over_compiled")]
-    for model, *cells, _ in table_rows(page("benchmark"), "model under styles"):
-        of = partial(spread, styles, what=f"{model.strip('`')}, parallel_styles, float32")
-        assert cells == [of(figure="torch_over_fused"), of(figure="torch_over_removed")]
 
 
 def latest(what: str, name: str = "ratio") -> float:

@@ -85,12 +85,6 @@ CONTROLS: dict[str, Control] = {
         "found",
         ROWS_OF_EXPERTS + "[3-6-Case(lead=2, own=2, k=3, kind='any', room='less', alignment=4, dtype=torch.bfloat16)]",
     ),
-    "experts' rows lie by their ranks": Control(
-        "kernels/triton/slot_places.py",
-        "shift = index + tl.cumsum(own, axis=0) - own - before - ",
-        "shift = index + tl.cumsum(own, axis=0) - own - ",
-        ROWS_OF_EXPERTS + "[2-70-Case(lead=3, own=2, k=2, kind='any', room='all', alignment=1, dtype=torch.float32)]",
-    ),
     # more than 32 bits
     "places of a peer have 64 bits": Control(
         PRIMITIVES,
