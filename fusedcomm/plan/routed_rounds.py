@@ -21,7 +21,7 @@ from fusedcomm.plan.grouped import return_products
 from fusedcomm.plan.routing import ROWS, Routing, packed_shape
 from fusedcomm.plan.schedule import EndRound, Table
 
-_BLOCK, _EXPERTS, _ROWS = 128, 64, 64  # choices that a program places, experts that it counts at a time; rows
+_BLOCK, _EXPERTS, _RETURNED = 128, 64, 64  # that a program takes: choices, experts to count, rows that return
 
 
 def dispatch(
@@ -109,8 +109,8 @@ def combine(
     returns = s.temporary((capacity,), torch.int64)
     if capacity:
         with s.lane("plan"):
-            static = s.group_size, own, ROWS, _ROWS, 1 << (own - 1).bit_length()
-            _plan(s, "return", -(-capacity // _ROWS), returns, packed, capacity, s.rank, *static)
+            static = s.group_size, own, ROWS, _RETURNED, 1 << (own - 1).bit_length()
+            _plan(s, "return", -(-capacity // _RETURNED), returns, packed, capacity, s.rank, *static)
     if w is None:
         with s.lane("push"):
             _return(s, s.contiguous(h), returns)
