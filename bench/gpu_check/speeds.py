@@ -34,7 +34,6 @@ TABLE = [
     Row("reduce", "kernel speed/reduce *", "[!rgm]*", "0.9 of a copy", unit="TB/s", more_is_better=True),
     Row("tail over matmul, add and norm", "tail speed/*", "* over local", "2 of few rows"),
     Row("moe over a copy", "moe speed/*", "* ratio", "0.9", more_is_better=True),
-    Row("combine out of a matmul over grouped_mm", "moe speed/*", "* over matmul", "1.1"),
     Row("whole op over its matmuls", "op speed/*", "* over roof", "fused 1.10, 1.12, 1.06, 1.12, 1.20"),
     Row("host time of a public call over torch.mm, fused", "host time/2 ranks fused", "*", "push 2; gather 4", *_HOST),
     Row(

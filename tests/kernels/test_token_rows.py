@@ -43,8 +43,7 @@ def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
     facts = {"num_tokens": len(x), "k": case.k, "return_received": True}
     y, received = call(routed_rounds.combine, rows, None, scores, packed, **facts)
     w = problem.w[rank * case.own :][: case.own].to(case.dtype)
-    facts["return_received"] = False
-    (multiplied,) = call(routed_rounds.combine, rows, w, scores, packed, **facts)
+    multiplied, _ = call(routed_rounds.combine, rows, w, scores, packed, **facts)
     kept = [(torch.empty_like(t), t) for t in (rows, y, multiplied, offsets, packed)]
     for to, source in kept:
         gpus.enqueue(workspace, "keep", partial(to.copy_, source))

@@ -274,7 +274,8 @@ def test_default_numbers_say_chunked_on_a_cpu_in_the_shapes_of_the_benches(
 ) -> None:
     """On this choice the README's figures for 2 ranks rest."""
     program = PROGRAMS[op]
-    forward = itertools.product((512, 2048, 2500), program.k, program.n)
+    few, many = (256, 512, 1024, 2048), (2048, 4096)
+    forward = itertools.product((512, 2048, 2500), *((many, few) if program.gathers else (few, many)))
     each = group_size if program.cut == "rows" else 1
     k_n = itertools.product((1024, 2048, 4096), repeat=2)
     decode = [(rows * each, k, n) for k, n in k_n for rows in (1, 4, 16, 64)]
