@@ -174,7 +174,7 @@ def alone(exchange: Exchange, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 def _slot(workspace: Workspace, numel: int, dtype: torch.dtype) -> Tensor:
-    """Of round 1, as the epoch word never moves here."""
+    """A launch of round 1: the epoch word never moves here."""
     start = workspace.layout.slot(1, workspace.slot_bytes)
     return workspace.buffers[0][start : start + numel * dtype.itemsize].view(dtype)
 

@@ -17,7 +17,7 @@ from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.builder import Builder, Given
 from fusedcomm.plan.descriptors import unit
 from fusedcomm.plan.geometry import payloads
-from fusedcomm.plan.grouped import return_products
+from fusedcomm.plan.return_products import return_products
 from fusedcomm.plan.routing import ROWS, Routing, packed_shape
 from fusedcomm.plan.schedule import EndRound, Table
 

@@ -42,7 +42,7 @@ def all_fit(sums_ptr, capacity, LAYOUT: tl.constexpr):
 
 @triton.jit
 def first_of_rank(num, rank, LAYOUT: tl.constexpr):
-    """Where a rank begins with ``num`` equal works, so that not all send to one rank at a time."""
+    """The first of ``num`` equal works of a rank: not all ranks send to one at a time."""
     return tl.cast(num, tl.int64) * rank // LAYOUT.group_size
 
 

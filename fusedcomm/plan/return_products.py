@@ -28,10 +28,10 @@ def return_products(s: Builder, h: Tensor, w: Tensor, rows: Sequence[Tensor]) ->
     traits = Traits(
         use_tma,
         w.stride(2) != 1,
-        2,
-        2,
-        num_k % config.block_k == 0,
-        s.device.allow_tf32,
+        rows_in_runs=2,
+        columns_in_runs=2,
+        even_k=num_k % config.block_k == 0,
+        allow_tf32=s.device.allow_tf32,
         n_unit=unit(h.itemsize, num_n),
         **launches.loaded_units(w, use_tma),
     )
