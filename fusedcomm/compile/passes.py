@@ -141,7 +141,7 @@ class _Run:
 
     def _change_together(self) -> list[Check]:
         """Change the sequence of collectives, if all ranks do; returns the digests that they agreed to."""
-        graph, stock, before = self.graph, copy.deepcopy(self.graph), sequence.Sequence(self.graph)
+        graph, stock, before = self.graph, copy.deepcopy(self.graph), sequence.Sequence(self.graph, self.phase)
         self._begin()
         why_not: list[str] = []
         digest = attempt("change", self._change, before, reasons=why_not)
@@ -193,7 +193,7 @@ class _Run:
         def origin(node: Node) -> list[int]:
             return [i for i, name in enumerate(before.starts) if _last(name, gone) == node.name]
 
-        digest = before.digest(self.graph, self.phase, lambda node: node not in known, origin)
+        digest = before.digest(self.graph, lambda node: node not in known, origin)
         return digest, before.voter(before.groups(self.graph, None if self.scheduled else changed))
 
     def _fuse(self) -> tuple[list[Fused], list[Fused]]:

@@ -3,7 +3,7 @@
 A ballot compares a digest of everything that must be equal for the change. Its number counts a rank's ballots on that
 digest. The last rank to come answers yes. A rank that waits too long, or sees that a peer has come to something else,
 answers no, by compare-and-set, and all take the answer that stands. A rank that compiles a program again, alone, takes
-the earlier answer, as its peers still run that program.
+the earlier answer, as its peers still run that program: else they would have noted so at the ballot that agreed to it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _PATIENCE, _SHORT = 1 / 5, 1 / 50  # of FUSEDCOMM_TIMEOUT_S; short: while progra
 _MAX_PAUSE_S = 0.05
 _consents: weakref.WeakKeyDictionary[ProcessGroup, Consent] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+Program = str | None  # a name for what a rank compiles, equal if it does so again; None: unknown
 
 
 class Answer(NamedTuple):
@@ -62,42 +63,47 @@ class Consent:
         self._lock = threading.RLock()
         self._count = 0  # programs that this rank has come to
         self._ballots: dict[str, int] = {}  # by digest: how many this rank has come to
-        self._answers: dict[str, Answer] = {}  # by digest: the last one
+        self._answers: dict[tuple[str, Program], Answer] = {}  # by digest and program: the last one
+        self._agreed_at: dict[Program, str] = {}  # the ballots that agreed to what all ranks run
         self._latest: list[str] = []  # the ballots of the last digest
         self._bases = [0] * group_size  # every rank's count when all had come to one ballot
         self._in_step = True
 
-    def pass_by(self) -> None:
+    def pass_by(self, program: Program = None) -> None:
         """Tell peers that this rank has come to a program and changes nothing in it."""
         with self._lock:
+            self._leave(self._agreed_at.pop(program, None))
             self._count += 1
             self._tell_count()
 
-    def ask(self, digest: str, timeout_s: float | None = None) -> Answer:
+    def ask(self, digest: str, timeout_s: float | None = None, program: Program = None) -> Answer:
         """The group's answer. ``timeout_s``: the longest wait for a peer, by default a part of FUSEDCOMM_TIMEOUT_S."""
         with self._lock:
-            former = self._answers.get(digest)
+            former = self._answers.get((digest, program))
             patience = _PATIENCE if self._in_step or former == Answer(YES) else _SHORT
             deadline = time.monotonic() + (env.timeout_s() * patience if timeout_s is None else timeout_s)
             self._find_bases()
             self._count += 1
             alone, self._latest = f"{ALONE}:{self.rank}" if former else None, []
+            agreed_at = self._agreed_at.pop(program, None)
             while True:
                 number = self._ballots.get(digest, 0)
                 self._ballots[digest] = number + 1
                 self._latest.append(f"{digest}/{number}")
-                text = self._answer(self._latest[-1], deadline, alone)
+                text = self._answer(self._latest[-1], deadline, alone, agreed_at)
                 answer = Answer.of(text)
                 if text == alone or not (answer.kind == ALONE or self.rank in answer.missing):
                     break
                 # It was given without this rank, and peers may have come to the next ballot by now.
-                if answer.kind != ALONE:
+                if answer.kind != ALONE and agreed_at is None:
                     deadline, alone = time.monotonic() + env.timeout_s() * _SHORT, None
             if text == alone:
                 self._count -= 1
                 answer = former or answer
+            if answer.kind == YES:
+                self._stay(program, agreed_at if text == alone else self._latest[-1])
             self._tell_count()
-            self._answers[digest], self._in_step = answer, answer.kind == YES
+            self._answers[digest, program], self._in_step = answer, answer.kind == YES
             if answer.kind == YES:
                 self.agreed.add(digest)
             return answer
@@ -105,17 +111,32 @@ class Consent:
     def _tell_count(self) -> None:
         self.store.set(f"at/{self.rank}", str(self._count))
 
-    def _answer(self, ballot: str, deadline: float, alone: str | None) -> str:
-        """The answer that stands, or this rank's, as soon as it has one. ``alone``: its answer if nobody comes."""
+    def _leave(self, agreed_at: str | None) -> None:
+        """Note that this rank may no longer run what all agreed to there."""
+        if agreed_at is not None:
+            self.store.set(f"{agreed_at}/left/{self.rank}", "1")
+
+    def _stay(self, program: Program, agreed_at: str | None) -> None:
+        if program is not None and agreed_at is not None:
+            self.store.delete_key(f"{agreed_at}/left/{self.rank}")
+            self._agreed_at[program] = agreed_at
+
+    def _answer(self, ballot: str, deadline: float, alone: str | None, agreed_at: str | None) -> str:
+        """The answer that stands, or this rank's, as soon as it has one.
+
+        ``alone``: its answer if nobody comes. ``agreed_at``: the ballot that agreed to the program, when it was compiled
+        before.
+        """
         key, pause = f"{ballot}/answer", 0.0005
         missing = [r for r in range(self.group_size) if r != self.rank]
         self.store.set(f"{ballot}/{self.rank}", str(self._count))
+        # Only now: a peer that sees these, and not the mark above, takes this rank to be elsewhere.
+        self._tell_count()
+        self._leave(agreed_at)
         while not self.store.check([key]):
-            self._tell_count()  # only now: a peer that sees it, and no mark, takes this rank to be elsewhere
-            ahead = self._count - self._bases[self.rank]
-            counts = {r: int(self.store.get(f"at/{r}")) for r in missing if self.store.check([f"at/{r}"])}
+            away = [r for r in missing if self._is_away(r, agreed_at)]
             missing = [r for r in missing if not self.store.check([f"{ballot}/{r}"])]
-            elsewhere = [r for r in missing if counts.get(r, 0) - self._bases[r] >= ahead]
+            elsewhere = [r for r in missing if r in away]
             if not missing or elsewhere or time.monotonic() > deadline:
                 no = f"{OTHER}:{_joined(elsewhere)}:{_joined(missing)}"
                 if not elsewhere:
@@ -124,6 +145,13 @@ class Consent:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
         return self.store.get(key).decode()
+
+    def _is_away(self, peer: int, agreed_at: str | None) -> bool:
+        """Whether a peer has come to another program, unless it has come to this ballot."""
+        if agreed_at is not None:
+            return self.store.check([f"{agreed_at}/left/{peer}"])
+        count = int(self.store.get(f"at/{peer}")) if self.store.check([f"at/{peer}"]) else 0
+        return count - self._bases[peer] >= self._count - self._bases[self.rank]
 
     def _find_bases(self) -> None:
         """Count from a ballot that all have joined by now, with any answer."""

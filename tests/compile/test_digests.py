@@ -52,7 +52,7 @@ def test_a_number_that_ranks_do_not_share(rank: int) -> None:
 @pytest.mark.thorough
 def test_without_consent_the_wire_tells(rank: int) -> None:
     """Nothing but a number differs: values would be wrong, if the ops did not carry what their ranks agreed to."""
-    with patch.object(Consent, "ask", lambda *args: Answer(YES)), pytest.raises(fusedcomm.PeerMismatchError):
+    with patch.object(Consent, "ask", lambda *args, **kwargs: Answer(YES)), pytest.raises(fusedcomm.PeerMismatchError):
         left(by_rank)
     dist.barrier()
     fusedcomm.reset()

@@ -240,3 +240,25 @@ def test_the_first_that_communicates_may_have_several_results(rank: int) -> None
 
     report = run(program, True, 0, n=512)
     assert [line.status for line in report.collectives] == ["fused", "exposed"], str(report)
+
+
+@on_ranks(2)
+def test_a_rank_that_compiles_again_alone_keeps_what_all_agreed_to(rank: int) -> None:
+    def first(x: Tensor, mine: Tensor) -> Any:
+        return reduced(x), reduced(x.cos()), mine.sin()
+
+    def second(x: Tensor) -> Any:
+        y = reduced(x)
+        if rank:
+            torch._dynamo.graph_break()
+        return y, reduced(x.cos())
+
+    forget_consents(1 / 20)
+    x, mine = torch.arange(4.0) + rank, torch.ones(4)
+    with no_latency(), fusedcomm.compile.enabled(overlap=True) as report:
+        compiled = [torch.compile(each, backend=interpreted) for each in (first, second)]
+        for program, args in [(0, (x, mine)), (1, (x,)), (0, (x, mine[: 4 - rank]))]:
+            torch.testing.assert_close(compiled[program](*args), (first, second)[program](*args))
+    # On rank 0 the digests are equal; the third call compiles on rank 1 alone.
+    agreed = ["overlapped"] * 2
+    assert [line.status for line in report.collectives] == [*agreed, "plain", "plain", *agreed * rank]

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 from fusedcomm.memory import consent
 from fusedcomm.memory.consent import ABSENT, OTHER, YES, Consent
 
-Programs = list[str]  # of one rank: digests, and "" where it changes nothing
+Programs = list[str]  # of one rank: digests, some with "@" and a program, and "" where it changes nothing
 
 
 def answers(ranks: list[Consent], programs: list[Programs]) -> list[list[str]]:
@@ -18,7 +18,8 @@ def answers(ranks: list[Consent], programs: list[Programs]) -> list[list[str]]:
 
     def come(rank: Consent, digest: str) -> str:
         if digest:
-            return rank.ask(digest).kind
+            text, _, program = digest.partition("@")
+            return rank.ask(text, program=program or None).kind
         rank.pass_by()
         return ""
 
@@ -49,6 +50,13 @@ LATE: dict[str, list[tuple[list[Programs], list[list[str]]]]] = {
         ([["a"], ["a"]], [[YES], [YES]]),
         ([["a"], []], [[YES], []]),
         ([["a", "b"], ["a", "b"]], [[YES, YES]] * 2),
+    ],
+    "alone, and a peer has come to more": [
+        ([["a@1", "a@2"], ["a@1", "b@2"]], [[YES, OTHER]] * 2),
+        ([[], ["c@3"]], [[], [ABSENT]]),
+        ([["a@1"], []], [[YES], []]),
+        ([["a@2"], []], [[OTHER], []]),
+        ([["a@1"], ["d@1"]], [[OTHER], [OTHER]]),
     ],
 }
 

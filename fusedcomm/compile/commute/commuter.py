@@ -43,7 +43,7 @@ def commute(graph: Graph, fuse: Sequence[str]) -> None:
     kinds = {collectives.kind_of(node) for node in graph.nodes}
     if kinds.isdisjoint(("all_to_all", "all_gather")):
         return
-    before = sequence.Sequence(graph)
+    before = sequence.Sequence(graph, "joint")
     reasons: dict[str, str] = {}
     why_not: list[str] = []
     found = attempt("commute", _find, graph, fuse, before, reasons, reasons=why_not)
@@ -78,7 +78,7 @@ def _find(
     small.join(moved)
     _recompute_normed(moved)
     settle(moved)
-    digest = before.digest(moved, "joint", lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
+    digest = before.digest(moved, lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
     group_name = before.voter({node.meta[MOVED] for node in moved.nodes if MOVED in node.meta})
     digests.note(moved, digest, group_name)
     changed = before.changed(moved)

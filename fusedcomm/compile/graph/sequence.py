@@ -40,9 +40,17 @@ class Digest(NamedTuple):
 
 
 class Sequence:
-    """The collectives of a graph before it is changed."""
+    """The collectives of a graph before it is changed.
 
-    def __init__(self, graph: Graph) -> None:
+    The phase, as a backward is compiled right behind its forward: a rank that comes late to the ballot of one must not
+    be taken for one that has come to that of the other.
+    """
+
+    def __init__(self, graph: Graph, phase: str) -> None:
+        self.phase = phase
+        frame = torch._guards.CompileContext.current_compile_id()
+        # the same where Dynamo compiles a function again
+        self.program = None if frame is None else f"{phase} {frame.frame_id}"
         self.starts = {node.name: (_line(node), group_name_of(node)) for node in communicating(graph)}
 
     def changed(self, graph: Graph) -> set[str]:
@@ -53,14 +61,10 @@ class Sequence:
         moved = {name for pair in zip(here, left, strict=True) if pair[0] != pair[1] for name in pair}
         return moved | (now.keys() ^ here) | (self.starts.keys() - here)
 
-    def digest(self, graph: Graph, phase: str, is_new: Callable[[Node], bool], origin: Callable[[Node], Any]) -> Digest:
-        """All that ranks must share: both sequences, ``origin`` of each new collective, and the new nodes.
-
-        With the phase, as a backward is compiled right behind its forward: a rank that comes late to the ballot of one
-        must not be taken for one that has come to that of the other.
-        """
+    def digest(self, graph: Graph, is_new: Callable[[Node], bool], origin: Callable[[Node], Any]) -> Digest:
+        """All that ranks must share: both sequences, ``origin`` of each new collective, and the new nodes."""
         index = {name: i for i, name in enumerate(self.starts)}
-        lines = [phase, *(line for line, _ in self.starts.values())]
+        lines = [self.phase, *(line for line, _ in self.starts.values())]
         for node in communicating(graph):
             lines.append(f"{_line(node)} {origin(node) if is_new(node) else index.get(node.name)}")
         nodes = Reader().digest(node for node in graph.nodes if is_new(node))
@@ -70,14 +74,14 @@ class Sequence:
         """Tell the peers, but for those of one group, that this rank changes nothing in the graph."""
         for pg in _witnesses({group_name for _, group_name in self.starts.values()}):
             if pg is not but and (ours := consent.of(pg)):
-                ours.pass_by()
+                ours.pass_by(self.program)
 
     def ask(self, digest: Digest, group_name: str) -> Answer:
         """Whether all ranks of this group, a `voter`, change their graphs alike."""
         pg = group.find(group_name)
         self.pass_by(but=pg)
         ours = consent.of(pg)
-        return Answer(YES) if ours is None else ours.ask(digest.text)
+        return Answer(YES) if ours is None else ours.ask(digest.text, program=self.program)
 
     @staticmethod
     def has_peers(group_name: str) -> bool:
