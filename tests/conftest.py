@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     night, nights = map(int, config.getoption("--night").split("/"))
-    items[:] = items[night::nights]
+    items[:] = items[len(items) * night // nights : len(items) * (night + 1) // nights]
 
 
 def pytest_collection_finish() -> None:

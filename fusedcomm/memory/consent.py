@@ -124,8 +124,7 @@ class Consent:
     def _answer(self, ballot: str, deadline: float, alone: str | None, agreed_at: str | None) -> str:
         """The answer that stands, or this rank's, as soon as it has one.
 
-        ``alone``: its answer if nobody comes. ``agreed_at``: the ballot that agreed to the program, when it was compiled
-        before.
+        ``alone``: its answer if nobody comes. ``agreed_at``: the ballot that agreed to the program before, if one did.
         """
         key, pause = f"{ballot}/answer", 0.0005
         missing = [r for r in range(self.group_size) if r != self.rank]
