@@ -18,6 +18,7 @@ from fusedcomm.launch import ranks as rank_processes
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers import compilers as kernel_compilers
 from tests.helpers import fork_server, negative_controls
+from tests.helpers.tiers import mark_thorough
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
 os.environ["FUSEDCOMM_CACHE_DIR"] = _CACHE.name  # numbers tuned on this machine would change plans
@@ -43,7 +44,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--night", default="0/1", help="of a part of nightly: its number, from 0, and how many it takes")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    mark_thorough(items)
+    yield  # for -m
     night, nights = map(int, config.getoption("--night").split("/"))
     items[:] = items[len(items) * night // nights : len(items) * (night + 1) // nights]
 

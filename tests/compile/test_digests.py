@@ -23,7 +23,6 @@ from fusedcomm.ops import same_moves
 from tests.compile.test_commute import BEFORE, HEADS, TOKENS, Program, Values, check, inputs, product, results, to_heads
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.tiers import thorough_but
 
 
 def by_rank(v: Values) -> Any:
@@ -86,7 +85,7 @@ def sized(name: str, own: Tensor, v: Values) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", thorough_but(["begin of a slice"], SIZED))
+@pytest.mark.parametrize("name", SIZED)
 def test_dynamic_sizes_are_compared_when_they_are_new(rank: int, name: str) -> None:
     torch._dynamo.reset()
     values = inputs()

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.block_checks import Case, outcome
 from tests.helpers.fragments import RECOMPUTED
 from tests.helpers.model_blocks import Size
-from tests.helpers.tiers import nightly_but, thorough_but
+from tests.helpers.tiers import nightly_but
 
 
 class Counts(NamedTuple):
@@ -33,8 +33,7 @@ WANT = {  # forward, backward
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
-QUICK = ["flux_double"]
-THOROUGH = ["deepspeed", "flux2", "flux_single", "packed", "wan"]  # nightly has the code of all
+INTERPRETED = ["deepspeed", "flux2", "flux_double", "flux_single", "packed", "wan"]  # nightly has the code of all
 MANY_HEADS = Size(heads=16)  # tables of angles in float32 are small beside them
 ROUNDING = {"float32": 2e-6, "bfloat16": 5e-2}  # relative to the largest value
 OPTIONS: dict[str, tuple[int, Case]] = {  # ranks, and a block with what the option may break
@@ -84,7 +83,8 @@ def check(pool: Any, case: Case) -> None:
             assert not {name: value for name, value in by.items() if value > bound}, str(case)
 
 
-@pytest.mark.parametrize("block", thorough_but(QUICK, [*QUICK, *THOROUGH]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", INTERPRETED)
 def test_training(ranks: Any, block: str) -> None:
     check(ranks(2), Case(block, interpreted=True))
 

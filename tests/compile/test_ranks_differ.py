@@ -103,6 +103,7 @@ def check(rank: int, seeds: Iterable[int], run: Callable[..., Any]) -> None:
 
 
 @on_ranks()
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
 def test_passes(rank: int, world_size: int) -> None:
     check(rank, range(60 // world_size), traced)
@@ -115,6 +116,7 @@ def test_compiled(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 def test_without_plain_ops_ranks_wait_for_each_other(rank: int) -> None:
     """Negative control: the collectives of ranks without a matmul beside stay torch's."""
     with ExitStack() as stack:

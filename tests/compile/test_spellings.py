@@ -23,7 +23,7 @@ from tests.helpers.fragments import FRAGMENTS, Fragment
 from tests.helpers.graphs import aten_graph, check_fragment, recorded_graphs
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, mesh, reduce_scatter, world
-from tests.helpers.tiers import nightly_but, thorough_but
+from tests.helpers.tiers import nightly_but
 
 CUT = {  # blocks along a dim, first
     "stack of chunks": lambda t, d, r: torch.stack([c.contiguous() for c in t.chunk(r, d)]),
@@ -182,20 +182,7 @@ def test_any_spelling_is_fused(rank: int, kind: str, world_size: int) -> None:
 
 
 # programs of tests/helpers/fragments.py
-QUICK = [  # each op, and each way in which programs say what is sent
-    "all-reduce-in-place",
-    "deepspeed-before-attention",
-    "dtensor-tensor-parallel",
-    "dynamic-batch",
-    "gather-for-several-linears",
-    "gathered-k",
-    "shard-dim-alltoall-before",
-    "megatron-row-parallel",
-    "scattered-columns",
-]
-
-
-@pytest.mark.parametrize("fragment", thorough_but([f for f in FRAGMENTS if f.name in QUICK], FRAGMENTS), ids=str)
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=str)
 def test_graphs_and_values(ranks: Any, fragment: Fragment) -> None:
     """Inductor's graphs are run op by op: its code takes long to compile."""
     ranks(2).run(check_fragment, fragment.name, interpreted)

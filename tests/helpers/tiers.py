@@ -1,9 +1,29 @@
-"""Parameters by tier: `make test` runs those without a mark, CI the `thorough` ones too, `make nightly` the rest."""
+"""Parameters by tier: `make test` runs two of a test's, CI those without a mark and the `thorough` ones, `make nightly`
+the rest.
+"""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
+from zlib import crc32
 
 import pytest
+
+QUICK = 2
+
+
+def mark_thorough(items: Iterable[pytest.Item]) -> None:
+    """Mark all but ``QUICK`` of each test's parameters; which ones, the test's name says."""
+    tests = defaultdict(list)
+    for item in items:
+        if not (item.get_closest_marker("thorough") or item.get_closest_marker("nightly")):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, found in tests.items():
+        first, step = crc32(name.encode()), len(found) / QUICK
+        quick = {int(first + i * step) % len(found) for i in range(QUICK)}
+        for i, item in enumerate(found):
+            if i not in quick:
+                item.add_marker(pytest.mark.thorough)
 
 
 def thorough_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:

@@ -158,6 +158,7 @@ def broken(compilers: Compilers) -> dict[str, Cases]:
     return {suite: {case["case"]: case for case in cases if case["suite"] == suite} for suite in ("planted", "slots")}
 
 
+@pytest.mark.thorough
 def test_planted_defects_are_refused(broken: dict[str, Cases]) -> None:
     """They go through the package and Triton's launcher: a refusal of the driver comes back as its error."""
     found = broken["planted"]

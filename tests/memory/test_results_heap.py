@@ -127,6 +127,7 @@ print("done")
 """
 
 
+@pytest.mark.thorough
 def test_an_interpreter_ends_with_live_results() -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", AT_THE_END]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -160,6 +160,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", nightly_but(["fusedcomm first"], PROGRAMS))
 def test_lowerings_are_registered_when_inductor_is_there(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAMS[name]], capture_output=True, text=True, timeout=120)

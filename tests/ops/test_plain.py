@@ -110,6 +110,7 @@ def test_second_derivatives(rank: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 def test_opcheck(rank: int) -> None:
     for case in [*EACH.values(), *UNEVEN]:
         x = case.cut(case.whole(torch.float32), 2)[rank]

@@ -65,6 +65,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.thorough
 def test_an_upward_import_is_found(copy: Path) -> None:
     file = copy / "fusedcomm" / "memory" / "vote.py"
     source = file.read_text()

@@ -185,6 +185,7 @@ def test_a_build_says_in_one_line_which_setuptools_it_needs(tmp_path: Path) -> N
     assert 'requires = ["setuptools>=77"]' in (ROOT / "pyproject.toml").read_text()
 
 
+@pytest.mark.thorough
 def test_a_native_part_built_for_another_torch_is_refused_with_both_versions() -> None:
     """It would load: the sizes of classes and the order of their virtual functions are all that differs."""
     release = torch.__version__.rpartition(".")[0]

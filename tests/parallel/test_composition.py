@@ -47,7 +47,7 @@ from tests.helpers.small_llama import (
     train,
     whole,
 )
-from tests.helpers.tiers import nightly_but, thorough_but
+from tests.helpers.tiers import nightly_but
 
 non_reentrant = functools.partial(checkpoint, use_reentrant=False)
 
@@ -90,7 +90,7 @@ CHANGES: dict[str, Change] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", thorough_but(["nothing", "checkpoint"], CHANGES))
+@pytest.mark.parametrize("name", CHANGES)
 def test_training(rank: int, name: str) -> None:
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
     run = train(model, **CHANGES[name](model))

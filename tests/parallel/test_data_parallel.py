@@ -37,7 +37,7 @@ from tests.helpers.small_llama import (
     shard,
     train,
 )
-from tests.helpers.tiers import nightly_but, thorough_but
+from tests.helpers.tiers import nightly_but
 
 
 def whole_blocks(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
@@ -76,7 +76,7 @@ FULLY_SHARDED: dict[str, Callable[[Llama, DeviceMesh], dict[str, Any]]] = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", thorough_but(["whole_blocks"], FULLY_SHARDED))
+@pytest.mark.parametrize("name", FULLY_SHARDED)
 def test_fully_shard(rank: int, name: str) -> None:
     with meshes(2, 2) as (data, tensor):
         model = parallelize(llama(), tensor)

@@ -394,6 +394,7 @@ def tune_apart(rank: int, directory: str, *args: str) -> tuple[int, str, str]:
         ours.topology = before
 
 
+@pytest.mark.thorough
 def test_groups_on_several_hosts_measure_what_they_can_run(
     ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,6 @@ from tests.helpers.plain_cases import NormCase
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers
 from tests.helpers.schedule.programs import GPU, operands, schedule
 from tests.helpers.schedule.random_orders import Gpus, NoProgressError
-from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 
 SLOT_BYTES = 1 << 14
@@ -159,7 +158,7 @@ def test_every_op_is_right_in_a_random_order(seed: int, problem: Problem) -> Non
     check([seed], problem, 2, (BF16, FP32)[seed % 2], by_product=seed % 3 == 0)
 
 
-@pytest.mark.parametrize("problem", thorough_but([TO_SLOT, ROWS], PROBLEMS), ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_three_ranks_with_signals_by_kernels_are_right(problem: Problem) -> None:
     check([1], problem, 3, FP32, problem.op in GATHERS, writes_words=False, num_calls=1)
 
@@ -178,7 +177,7 @@ def test_a_norm_of_scattered_rows_by_one_kernel_is_right(group_size: int) -> Non
     check([0], SCATTERED, group_size, algorithm="fused", num_calls=2)
 
 
-@pytest.mark.parametrize("problem", thorough_but([PUSH, COLUMNS], [PUSH, COLUMNS, SUM]), ids=str)
+@pytest.mark.parametrize("problem", [PUSH, COLUMNS, SUM], ids=str)
 def test_a_call_that_is_left_half_way_leaves_nothing_wrong(problem: Problem) -> None:
     """Nobody waits for ever. The peer learns who has left in which round, and its results are right or NaN."""
     for seed in range(2):
@@ -241,7 +240,7 @@ UNEVEN = {
     "summed-and-normed": NormCase("matmul_reduce_scatter_norm", (11, 7)),
     "summed-for-both": Uneven(REDUCE, (7, 4), scatter_dim=0, scatter=((0, 5), (2, 5))),
 }
-QUICK = ["heads", "heads-back", "summed-for-one", "summed-and-normed"]
+BY_PRODUCTS = ["heads", "heads-back", "summed-for-one", "summed-and-normed"]
 
 
 def check_uneven(name: str, seed: int = 0, group_size: int = 2, num_calls: int = 1, **options: Any) -> None:
@@ -251,9 +250,9 @@ def check_uneven(name: str, seed: int = 0, group_size: int = 2, num_calls: int =
         check([seed], UNEVEN[name], group_size, FP32, num_calls=num_calls, **options)
 
 
-@pytest.mark.parametrize("name", thorough_but(QUICK, UNEVEN))
+@pytest.mark.parametrize("name", UNEVEN)
 def test_parts_of_different_sizes_are_right_in_a_random_order(name: str) -> None:
-    check_uneven(name, by_product=name.startswith("gathered") or name in QUICK)
+    check_uneven(name, by_product=name.startswith("gathered") or name in BY_PRODUCTS)
 
 
 @pytest.mark.thorough

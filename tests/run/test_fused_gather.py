@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from tests.helpers.problems import Problem, integers
 from tests.helpers.schedule.random_orders import NoProgressError
-from tests.helpers.tiers import thorough_but
 from tests.run.test_chunked_orders import BF16, COLUMNS, EXCHANGE, FP32, ROWS, Run, cut_in
 
 INTERLEAVED = Problem("interleaved", (2, 3, 4), 5, 1, op="all_gather_matmul", bias=True)
@@ -31,7 +30,7 @@ def run(problem: Problem, by_copy: bool, num_rounds: int = 3, **options: Any) ->
 
 
 @by_whom
-@pytest.mark.parametrize("problem", thorough_but([ROWS, COLUMNS], PROBLEMS), ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_gathers_are_right_in_a_random_order(problem: Problem, by_copy: bool) -> None:
     run(problem, by_copy, by_product=problem is ROWS, dtype=FP32 if by_copy else BF16, num_calls=1).finish(0)
 
@@ -52,7 +51,7 @@ def own_parts_written(finished: Run) -> list[bool]:
 
 
 @by_whom
-@pytest.mark.parametrize("problem", thorough_but([ROWS], WITH_OWN_ROWS), ids=str)
+@pytest.mark.parametrize("problem", WITH_OWN_ROWS, ids=str)
 def test_the_own_chunk_does_not_go_through_the_slot(problem: Problem, by_copy: bool) -> None:
     finished = run(problem, by_copy, num_rounds=1, by_product=True, num_calls=1)
     finished.gpus.run_all(0)

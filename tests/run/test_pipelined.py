@@ -21,7 +21,6 @@ from tests.helpers.groups import AS_IT_IS, EARLY, LATE, call, check, empty_is_na
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
 from tests.helpers.problems import Problem, integers
-from tests.helpers.tiers import thorough_but
 from tests.helpers.uneven import Uneven
 from tests.ops.test_uneven import MANY_ROUNDS, check_call
 from tests.plan.test_model import CALLS, CPU
@@ -53,7 +52,7 @@ def test_values_in_any_number_of_pieces(rank: int, name: str) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("name", thorough_but(["kv", "gather", "reduce"], MANY_ROUNDS))
+@pytest.mark.parametrize("name", MANY_ROUNDS)
 def test_parts_of_different_sizes_in_pieces(rank: int, name: str) -> None:
     """A piece of a rank that has no more is sent all the same, as the collectives of all ranks are alike."""
     case: Uneven = MANY_ROUNDS[name]

@@ -21,7 +21,6 @@ from fusedcomm.symm_mem import cpu_kernels, enable_cpu
 from fusedcomm.symm_mem.peers import Peers
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.symmetric_memory import CPU, Ranks, error_of, make, rendezvous, timeout
-from tests.helpers.tiers import thorough_but
 
 enable_cpu()
 ops = torch.ops.symm_mem
@@ -168,7 +167,7 @@ def test_values_back_to_back(ranks: Ranks, world_size: int, dtype: torch.dtype) 
 COPIES = {name for name in PROGRAMS if "copy" in name or name.startswith(("all_gather", "low"))}  # behind the meeting
 
 
-@pytest.mark.parametrize("skipped", thorough_but([0], range(3)))
+@pytest.mark.parametrize("skipped", range(3))
 def test_without_one_of_the_barriers_every_op_is_wrong(ranks: Ranks, skipped: int) -> None:
     results = ranks(2).run(wrong_programs, torch.float32, 4, 10 * LATE_S, skipped)
     has_it = (set(PROGRAMS) - COPIES, set(PROGRAMS), COPIES)[skipped]

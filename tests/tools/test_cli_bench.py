@@ -298,6 +298,7 @@ PLANTED_S = 0.05
 FEW_CALLS = {"WARMUP": 0, "HOT_CALLS": 3, "WARM_CALLS": 1, "COLD_CALLS": 2, "LAST_CALLS": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_ranks")
 def test_every_figure_of_overhead_follows_from_the_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directions = ["forward", "both"]

@@ -108,6 +108,7 @@ def test_what_cannot_be_pickled_is_an_error_not_a_hang(pool: RankPool) -> None:
     assert len(pool.run(total, 0)) == 2
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
     pool = RankPool(2)
     pids = [pool.pid(0), pool.pid(1)]
@@ -142,6 +143,7 @@ def test_killing_rank_0_on_purpose_leaves_the_others_and_the_store() -> None:
         assert pool.run(use_the_store_in_rank_1) == [KILLED, 1]
 
 
+@pytest.mark.thorough
 def test_ranks_outlive_the_thread_that_asked_for_them() -> None:
     made: list[RankPool] = []
     thread = threading.Thread(target=lambda: made.append(RankPool(1)))

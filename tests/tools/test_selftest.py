@@ -157,6 +157,7 @@ def test_a_wrong_value_on_one_rank_fails_the_check_of_that_op(ranks: Callable[[i
     assert "rank 1: unfused: matmul_reduce_scatter: x [" in words and "first at" in words
 
 
+@pytest.mark.thorough
 def test_an_algorithm_that_fails_its_proof_is_reported(ranks: Callable[[int], RankPool]) -> None:
     (code, out), _ = ranks(2).run(selftest_in_rank, wrong_chunked, "proofs", "plan")
     words = " ".join(out.split())
