@@ -93,12 +93,10 @@ def disable() -> None:
     """
     if _added:
         from fusedcomm.compile import inductor
-        from fusedcomm.compile.overlap import inductor_order
 
         for each in _added:
             inductor.remove(each)
         _added.clear()
-        inductor_order.remove()
 
 
 @contextmanager
@@ -182,7 +180,6 @@ def report() -> CompileReport:
 def _install(new: FusedcommPass) -> None:
     global _report
     from fusedcomm.compile import inductor
-    from fusedcomm.compile.overlap import inductor_order
     from fusedcomm.compile.passes import CommutePass, OrderPass
 
     disable()
@@ -191,7 +188,6 @@ def _install(new: FusedcommPass) -> None:
         added.append((CommutePass(new.settings), inductor.JOINT))
     if new.settings.overlap:
         added.append((OrderPass(new.settings), inductor.POST))
-        inductor_order.install()
     for each, setting in added:
         inductor.add(each, setting)
         _added.append(each)

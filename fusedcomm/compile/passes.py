@@ -96,7 +96,7 @@ class OrderPass(_SettingsPass):
     def __call__(self, graph: Graph) -> None:
         if inductor_order.is_marked(graph):
             attempt("overlap", order_again, graph, self.settings.estimator(graph))
-            inductor_order.mark(graph)
+            attempt("order", inductor_order.keep, graph)
 
 
 class _Run:

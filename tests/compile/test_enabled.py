@@ -241,11 +241,10 @@ def test_a_new_file_changes_the_key_and_a_tool_does_not(package: Path) -> None:
 
 
 def test_all_passes_go_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedcomm.compile.overlap.inductor_order import KeepOrder
     from fusedcomm.compile.passes import FusedcommPass, OrderPass, Settings
     from fusedcomm.compile.reports import CompileReport
 
-    passes: list[Any] = [FusedcommPass(Settings(), CompileReport()), OrderPass(Settings()), KeepOrder(None)]
+    passes: list[Any] = [FusedcommPass(Settings(), CompileReport()), OrderPass(Settings())]
     before = [each.uuid() for each in passes]
     assert before == [each.uuid() for each in passes]
     monkeypatch.setattr(files, "_sources_digest", lambda: "other sources")

@@ -1,17 +1,14 @@
 """The order of a scheduled graph in the code that Inductor generates, and what still fuses; the pass among others."""
 
-import copy
-import pickle
 import re
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor import ir
 from torch.fx import Graph, Node
 
 import fusedcomm.compile
@@ -20,7 +17,6 @@ from fusedcomm.compile.overlap import inductor_order
 from fusedcomm.compile.overlap.estimator import Estimator
 from tests.compile.test_lowering import codes_of
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import cache_counts
 
 _c10d = torch.ops._c10d_functional
 CALL = re.compile(r"_c10d_functional\.(\w+)\.\w+\(|extern_kernels\.(\w*mm)\(|^ +(cpp_fused)\w*\(", re.MULTILINE)
@@ -43,7 +39,7 @@ def wait_late(graph: Graph, keep: bool) -> None:
             late.add(node)
             output.prepend(node)
     if keep:
-        inductor_order.mark(graph)
+        inductor_order.keep(graph)
 
 
 def matmuls_between(names: list[str]) -> list[int]:
@@ -70,13 +66,12 @@ def check_fusing(rank: int) -> list[tuple[list[str], list[int]]]:
     sizes: list[int] = []
 
     def look(nodes: list[Any]) -> list[Any]:
-        sizes[:] = sorted(len(node.get_nodes()) for node in nodes if not inductor_order._is_whole(node))
+        sizes[:] = sorted(len(node.get_nodes()) for node in nodes if not isinstance(node.node, ir.ExternKernel))
         return nodes
 
     for keep in (True, False):
         settings = {
-            "post_grad_custom_pre_pass": partial(wait_late, keep=keep),
-            "_pre_fusion_custom_pass": inductor_order.KeepOrder(None),
+            "post_grad_custom_post_pass": partial(wait_late, keep=keep),
             "_post_fusion_custom_pass": look,
         }
         got, (code,) = codes_of(lambda compiled: compiled(*args), gather_beside_matmuls, **settings)
@@ -93,70 +88,6 @@ def test_what_fuses_leaves_the_others_in_place(ranks: Any) -> None:
     assert other == [kept, lost]
     assert matmuls_between(kept[0]) == [2] and matmuls_between(lost[0]) == [0]
     assert kept[1] == [1, 1, 1, 4] and lost[1] == [1, 2, 4]
-
-
-def theirs(nodes: list[Any]) -> list[Any]:
-    return nodes
-
-
-class Theirs(inductor_order._Base):  # type: ignore[misc]
-    def __call__(self, nodes: list[Any]) -> list[Any]:
-        return nodes
-
-    def uuid(self) -> Any:
-        return "theirs"
-
-
-@pytest.fixture
-def config() -> Iterator[Any]:
-    from torch._inductor import config
-
-    with config.patch(_pre_fusion_custom_pass=None):
-        yield config
-        inductor_order.remove()
-
-
-@pytest.mark.parametrize("before", [None, theirs, Theirs()], ids=["none", "function", "pass"])
-def test_what_was_set_before_runs_and_comes_back(config: Any, before: Any) -> None:
-    config._pre_fusion_custom_pass = before
-    settings = config.save_config_portable()
-    inductor_order.install()
-    inductor_order.install()  # again changes nothing
-    ours = config._pre_fusion_custom_pass
-    assert isinstance(ours, inductor_order.KeepOrder) == (before is not theirs)
-    for each in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert each([]) == []
-    inductor_order.remove()
-    assert config._pre_fusion_custom_pass is before
-    assert config.save_config_portable() == settings
-    inductor_order.remove()
-    assert config._pre_fusion_custom_pass is before
-
-
-def test_a_pass_set_since_stays(config: Any) -> None:
-    inductor_order.install()
-    config._pre_fusion_custom_pass = theirs
-    inductor_order.remove()
-    assert config._pre_fusion_custom_pass is theirs
-
-
-def outcomes(tag: Path, before: Any) -> tuple[int, int, int]:
-    from torch._inductor import config
-
-    def run() -> None:
-        inductor_order.install()
-        torch.compile(lambda x: x @ x)(torch.ones(3, 3))  # nothing to build
-        inductor_order.remove()
-
-    with config.patch(_pre_fusion_custom_pass=before):
-        return cache_counts(str(tag), run)
-
-
-def test_cached_graphs(tmp_path: Path) -> None:
-    """The cache is used, with other entries for each pass that runs before, and not where that pass has no uuid."""
-    assert [outcomes(tmp_path, None) for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
-    assert [outcomes(tmp_path, Theirs()) for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
-    assert outcomes(tmp_path, theirs) == (0, 0, 1)
 
 
 # enable(overlap=True)

@@ -83,7 +83,11 @@ def interpreted(gm: Any, inputs: list[Any]) -> Any:
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._guards import detect_fake_mode
     from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, fake_tensor_prop, view_to_reshape
+    from torch._inductor.fx_passes.control_dependencies import control_deps
     from torch._inductor.virtualized import V
+
+    if torch._C.DispatchKey.CompositeExplicitAutograd not in control_deps.py_kernels:  # torch 2.11
+        control_deps.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda deps, each, *args: each(*args))
 
     def after_passes(gm: Any, inputs: list[Any], is_inference: bool = False, **_: Any) -> Any:
         view_to_reshape(gm)
