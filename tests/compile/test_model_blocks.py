@@ -33,7 +33,7 @@ WANT = {  # forward, backward
     "packed": (Counts(1, 1), Counts(1, 1)),
 }
 NOTHING_MOVES = ["packed"]  # the others exchange constants once, and partial gradients of weights once
-INTERPRETED = ["deepspeed", "flux2", "flux_double", "flux_single", "packed", "wan"]  # nightly has the code of all
+INTERPRETED = ["deepspeed", "flux2", "flux_double", "flux_single", "packed", "wan"]
 MANY_HEADS = Size(heads=16)  # tables of angles in float32 are small beside them
 ROUNDING = {"float32": 2e-6, "bfloat16": 5e-2}  # relative to the largest value
 OPTIONS: dict[str, tuple[int, Case]] = {  # ranks, and a block with what the option may break
@@ -84,13 +84,13 @@ def check(pool: Any, case: Case) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", INTERPRETED)
+@pytest.mark.parametrize("block", nightly_but(INTERPRETED, WANT))
 def test_training(ranks: Any, block: str) -> None:
     check(ranks(2), Case(block, interpreted=True))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("block", WANT)
+@pytest.mark.parametrize("block", ["flux_double", "wan"])
 def test_code_of_inductor(ranks: Any, block: str) -> None:
     check(ranks(2), Case(block, autocast=block == "wan"))
 

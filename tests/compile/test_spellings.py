@@ -176,7 +176,7 @@ def test_halves_of_a_number_of_columns_that_is_read_from_a_tensor(rank: int, is_
 @on_ranks()
 def test_any_spelling_is_fused(rank: int, kind: str, world_size: int) -> None:
     rng = random.Random(kind)
-    for _ in range(30):
+    for _ in range(10):
         per_head = kind != "parts" and rng.random() < 0.3
         check(rank, kind, rng.choice([*CUT]), rng.choice([*JOIN]), rng.choice([*GATHERS]), per_head)
 
