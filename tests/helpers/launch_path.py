@@ -2,11 +2,11 @@
 
     python -m tests.helpers.launch_path FOLDER ARCH SUITE...
 
-SUITE: ``kernels``, the launches of tests/helpers/compile_only.py; ``few`` and ``few-float32``, calls of all ops as
-users make them; ``all``, all problems in all dtypes; ``norms``, with a norm behind; ``uneven``, parts of different
-sizes; ``views``, parts of tensors; ``planted``, launches with a defect each; ``slots``, gathers with a defect of the
-slots that they load; ``time``, microseconds of the host. It prints JSON, one object per case. It must run without
-TRITON_INTERPRET; the cache of TRITON_CACHE_DIR spares compiling.
+SUITE: ``kernels``, the launches of tests/helpers/compile_only.py; ``few``, calls of all ops as users make them;
+``all``, all problems in all dtypes; ``norms``, with a norm behind; ``experts``, a mixture of them; ``uneven``, parts of
+different sizes; ``views``, parts of tensors; ``planted``, launches with a defect each; ``slots``, gathers with a defect
+of the slots that they load. It prints JSON, one object per case. It must run without TRITON_INTERPRET; the cache of
+TRITON_CACHE_DIR spares compiling.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from fusedcomm.memory import launch_order, stream_writes
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops import dispatch
+from fusedcomm.ops import dispatch, routed
 from fusedcomm.plan import launches
 from fusedcomm.plan import schedule as schedules
 from fusedcomm.plan.geometry import norm
@@ -219,6 +219,25 @@ def norms(path: LaunchPath) -> Iterator[dict[str, Any]]:
             yield found | _facts(op, "bfloat16", algorithm, False, 1, workspace)
 
 
+def experts(path: LaunchPath) -> Iterator[dict[str, Any]]:
+    """A dispatch, combines with a matmul and without, and the gradient of one, whose routing only a GPU knows."""
+    num_tokens, k, num_experts, capacity, width = 64, 2, 2 * GROUP_SIZE, 160, 256
+    ops, where = torch.ops.fusedcomm, (GROUP_SIZE, dist.group.WORLD.group_name)
+    x, ids = torch.empty(num_tokens, width, dtype=torch.bfloat16), torch.zeros(num_tokens, k, dtype=torch.int64)
+    w, scores = torch.empty(2, width, width, dtype=torch.bfloat16), torch.ones(num_tokens, k)
+    with member(path) as workspace, fusedcomm.force_algorithm("fused", strict=True), path.gpu.kept():
+        path.gpu.know((x, ids, w, scores))
+        rows, _, routing = ops.moe_dispatch(x, ids, num_experts, capacity, 1, *where)
+        path.gpu.know((rows, routing))
+        for name, call in {
+            "dispatch": partial(ops.moe_dispatch, x, ids, num_experts, capacity, 1),
+            "combine": partial(ops.moe_combine, rows, None, scores, routing, num_tokens, k, False),
+            "combine of products": partial(ops.moe_combine, rows, w, scores, routing, num_tokens, k, True),
+            "gradient": partial(ops.moe_send, x, scores, routing, k, capacity),
+        }.items():
+            yield path.case(name, partial(call, *where)) | {"epochs": workspace.epoch}
+
+
 def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:
     return {
         "op": op,
@@ -279,7 +298,8 @@ def member(path: LaunchPath) -> Iterator[Workspace]:
     workspace = group.workspaces[RANK]
     topology = Topology(None, None, Workspace.num_bytes(GROUP_SIZE, SLOT_BYTES), None)
     ours = Member(RANK, GROUP_SIZE, dist.group.WORLD.group_name, DEVICE, None, topology, workspace=workspace)
-    with mock.patch.object(dispatch, "member", lambda *args: ours), path.gpu.kept():
+    of_calls = (mock.patch.object(module, "member", lambda *args: ours) for module in (dispatch, routed))
+    with next(of_calls), next(of_calls), path.gpu.kept():
         yield workspace
 
 
@@ -387,11 +407,11 @@ SUITES: dict[str, Callable[[LaunchPath], Iterator[dict[str, Any]]]] = {
     "planted": planted,
     "slots": slots,
     "few": partial(ops, problems=[*RAGGED, *ALIGNED], dtypes=["bfloat16"]),
-    "few-float32": partial(ops, problems=[*RAGGED, *ALIGNED], dtypes=["float32"]),
     "all": partial(ops, problems=[*ALL_PROBLEMS, *ALIGNED], dtypes=list(DTYPES)),
     "uneven": uneven,
     "views": views,
     "norms": norms,
+    "experts": experts,
 }
 
 

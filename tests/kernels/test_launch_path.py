@@ -239,7 +239,7 @@ def sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
     if case["op"] == "matmul_all_reduce":
         return [*send, reduce, *send, unpack]
     # One matmul takes all chunks of few rows, and those of K in 16 bits.
-    if "ragged" in case["case"] or (case["op"] == "all_to_all_matmul" and case["dtype"] != "float32"):
+    if "ragged" in case["case"] or case["op"] == "all_to_all_matmul":
         return [*send, *[("finish", reads)] * case.get("is_uneven", False), unpack]
     num_results = case["num_ws"] + case["by_product"]
     return [*send, *[("wait_source", "main")] * (GROUP_SIZE - 1), *[("finish", reads)] * num_results]
@@ -259,21 +259,13 @@ def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def calls(compilers: Compilers) -> list[dict[str, Any]]:
-    return run(compilers, LAUNCHED, "few", "norms", "uneven", "views")
+    return run(compilers, LAUNCHED, "few", "norms", "experts", "uneven", "views")
 
 
 @pytest.mark.thorough
 def test_calls_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
-    check_calls([case for case in calls if case["suite"] == "few"])
-
-
-@pytest.mark.nightly
-def test_calls_in_float32_launch_what_they_must(compilers: Compilers) -> None:
-    check_calls(run(compilers, LAUNCHED, "few-float32"))
-
-
-def check_calls(cases: list[dict[str, Any]]) -> None:
     """The public functions, in one round and in several."""
+    cases = [case for case in calls if case["suite"] == "few"]
     assert len(cases) == 2 * (2 * 5 + 2 * 2)
     for case in cases:
         num_rounds = launched_rounds(case)
@@ -315,6 +307,23 @@ def test_norms_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
         else:
             sends = [("begin_push", "main"), *[("write", "sends")] * GROUP_SIZE]
             assert launched == [*sends, ("reduce_norm", "main")]
+
+
+@pytest.mark.thorough
+def test_experts_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
+    """All on the stream of the call. The products of a combine go out of the matmul, which loads by tensor maps."""
+    found = {}
+    for case in (each for each in calls if each["suite"] == "experts"):
+        assert case["refused"] is None and {each["stream"] for each in case["launches"]} == {0}, case
+        assert (case["tensor_maps"] > 0) == (case["case"] == "combine of products"), case
+        found[case["case"]] = [each["kernel"].removesuffix("_kernel") for each in case["launches"]]
+    counted = ["count", "scan", "pack", "unpack", "plan", "shift", "place"]
+    assert found == {
+        "dispatch": [*counted, "send_rows", "take_rows"],
+        "combine": ["return", "return_rows", "add_rows"],
+        "combine of products": ["return", "grouped_matmul", "add_rows"],
+        "gradient": ["send_rows", "take_rows"],
+    }
 
 
 @pytest.mark.thorough
