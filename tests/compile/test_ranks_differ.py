@@ -129,7 +129,7 @@ def test_without_plain_ops_ranks_wait_for_each_other(rank: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("run", "count", "batch"), [(traced, 300, 30), (compiled, 24, 4)])
+@pytest.mark.parametrize(("run", "count", "batch"), [(traced, 120, 30), (compiled, 12, 4)])
 def test_for_long(ranks: Any, run: Callable[..., Any], count: int, batch: int, world_size: int) -> None:
     first = int(os.environ.get("FUSEDCOMM_TEST_SEED", time.time_ns() % 10**9))
     print(f"FUSEDCOMM_TEST_SEED={first} repeats it")
