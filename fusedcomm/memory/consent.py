@@ -62,6 +62,7 @@ class Consent:
         self.agreed: set[str] = set()
         self._lock = threading.RLock()
         self._count = 0  # programs that this rank has come to
+        self._new = 0  # twice the ones on which it had not agreed before, less 1 while it asks about one
         self._ballots: dict[str, int] = {}  # by digest: how many this rank has come to
         self._answers: dict[tuple[str, Program], Answer] = {}  # by digest and program: the last one
         self._agreed_at: dict[Program, str] = {}  # the ballots that agreed to what all ranks run
@@ -72,25 +73,38 @@ class Consent:
     def pass_by(self, program: Program = None) -> None:
         """Tell peers that this rank has come to a program and changes nothing in it."""
         with self._lock:
-            self._leave(self._agreed_at.pop(program, None))
+            agreed_at = self._agreed_at.pop(program, None)
+            self._leave(agreed_at)
             self._count += 1
-            self._tell_count()
+            self._new += 2 * (agreed_at is None)
+            self._tell()
 
-    def ask(self, digest: str, timeout_s: float | None = None, program: Program = None) -> Answer:
-        """The group's answer. ``timeout_s``: the longest wait for a peer, by default a part of FUSEDCOMM_TIMEOUT_S."""
+    def ask(
+        self, digest: str, timeout_s: float | None = None, program: Program = None, is_first: bool = False
+    ) -> Answer:
+        """The group's answer. ``timeout_s``: the longest wait for a peer, by default a part of FUSEDCOMM_TIMEOUT_S.
+
+        ``is_first``: the program of this name has not been compiled before, whatever was of that name.
+        """
         with self._lock:
-            former = self._answers.get((digest, program))
+            if is_first:
+                self._agreed_at.pop(program, None)
+            # None: of the program as it came from Inductor's cache, in `same_moves`
+            formers = [] if is_first else [self._answers.get((digest, each)) for each in (program, None)]
+            former = next(filter(None, formers), None)
             patience = _PATIENCE if self._in_step or former == Answer(YES) else _SHORT
             deadline = time.monotonic() + (env.timeout_s() * patience if timeout_s is None else timeout_s)
             self._find_bases()
             self._count += 1
             alone, self._latest = f"{ALONE}:{self.rank}" if former else None, []
             agreed_at = self._agreed_at.pop(program, None)
+            before = [self._told(r)[1] for r in range(self.group_size)]
+            self._new += agreed_at is None
             while True:
                 number = self._ballots.get(digest, 0)
                 self._ballots[digest] = number + 1
                 self._latest.append(f"{digest}/{number}")
-                text = self._answer(self._latest[-1], deadline, alone, agreed_at)
+                text = self._answer(self._latest[-1], deadline, alone, agreed_at, before)
                 answer = Answer.of(text)
                 if text == alone or not (answer.kind == ALONE or self.rank in answer.missing):
                     break
@@ -100,57 +114,68 @@ class Consent:
             if text == alone:
                 self._count -= 1
                 answer = former or answer
-            if answer.kind == YES:
-                self._stay(program, agreed_at if text == alone else self._latest[-1])
-            self._tell_count()
+            if answer.kind != YES:
+                self._leave(agreed_at)
+            elif program is not None and (ballot := agreed_at if text == alone else self._latest[-1]):
+                self._agreed_at[program] = ballot
+            self._new += agreed_at is None
+            self._tell()
             self._answers[digest, program], self._in_step = answer, answer.kind == YES
             if answer.kind == YES:
                 self.agreed.add(digest)
             return answer
 
-    def _tell_count(self) -> None:
-        self.store.set(f"at/{self.rank}", str(self._count))
+    def _tell(self) -> None:
+        self.store.set(f"at/{self.rank}", f"{self._count} {self._new}")
+
+    def _told(self, peer: int) -> tuple[int, int]:
+        """A peer's `_count` and `_new`."""
+        key = f"at/{peer}"
+        count, new = map(int, self.store.get(key).split()) if self.store.check([key]) else (0, 0)
+        return count, new
 
     def _leave(self, agreed_at: str | None) -> None:
         """Note that this rank may no longer run what all agreed to there."""
         if agreed_at is not None:
             self.store.set(f"{agreed_at}/left/{self.rank}", "1")
 
-    def _stay(self, program: Program, agreed_at: str | None) -> None:
-        if program is not None and agreed_at is not None:
-            self.store.delete_key(f"{agreed_at}/left/{self.rank}")
-            self._agreed_at[program] = agreed_at
-
-    def _answer(self, ballot: str, deadline: float, alone: str | None, agreed_at: str | None) -> str:
+    def _answer(self, ballot: str, deadline: float, alone: str | None, agreed_at: str | None, before: list[int]) -> str:
         """The answer that stands, or this rank's, as soon as it has one.
 
         ``alone``: its answer if nobody comes. ``agreed_at``: the ballot that agreed to the program before, if one did.
+        ``before``: the ranks' `_new` before this one came.
         """
         key, pause = f"{ballot}/answer", 0.0005
         missing = [r for r in range(self.group_size) if r != self.rank]
         self.store.set(f"{ballot}/{self.rank}", str(self._count))
-        # Only now: a peer that sees these, and not the mark above, takes this rank to be elsewhere.
-        self._tell_count()
-        self._leave(agreed_at)
         while not self.store.check([key]):
-            away = [r for r in missing if self._is_away(r, agreed_at)]
+            # Only now: a peer that sees these, and not the mark above, takes this rank to be elsewhere.
+            self._tell()
+            self._leave(agreed_at)
+            away = [r for r in missing if self._is_away(r, agreed_at, before[r])]
             missing = [r for r in missing if not self.store.check([f"{ballot}/{r}"])]
             elsewhere = [r for r in missing if r in away]
             if not missing or elsewhere or time.monotonic() > deadline:
                 no = f"{OTHER}:{_joined(elsewhere)}:{_joined(missing)}"
                 if not elsewhere:
                     no = alone or f"{ABSENT}:{_joined(missing)}:{_joined(missing)}"
+                if no == alone and agreed_at is not None:  # before others know, who look for the note at once
+                    self.store.delete_key(f"{agreed_at}/left/{self.rank}")
                 return self.store.compare_set(key, "", no if missing else YES).decode()
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_S)
         return self.store.get(key).decode()
 
-    def _is_away(self, peer: int, agreed_at: str | None) -> bool:
-        """Whether a peer has come to another program, unless it has come to this ballot."""
-        if agreed_at is not None:
-            return self.store.check([f"{agreed_at}/left/{peer}"])
-        count = int(self.store.get(f"at/{peer}")) if self.store.check([f"at/{peer}"]) else 0
-        return count - self._bases[peer] >= self._count - self._bases[self.rank]
+    def _is_away(self, peer: int, agreed_at: str | None, before: int) -> bool:
+        """Whether a peer has come to another program, unless it has come to this ballot.
+
+        A count says so unless this rank compiles again what all agreed to: peers may have come to more programs than it
+        has. They go on with this one unless they have left it, or are, or come, where they have not agreed.
+        """
+        count, new = self._told(peer)
+        if agreed_at is None:
+            return count - self._bases[peer] >= self._count - self._bases[self.rank]
+        return before % 2 == 1 or new != before or self.store.check([f"{agreed_at}/left/{peer}"])
 
     def _find_bases(self) -> None:
         """Count from a ballot that all have joined by now, with any answer."""

@@ -37,6 +37,7 @@ def forget_consents(patience: float = 1 / 2) -> None:
     consent._PATIENCE = patience
     for each in consent._consents.values():
         each._answers.clear()
+        each._agreed_at.clear()
         each._in_step = True
 
 

@@ -13,7 +13,7 @@ QUICK = 2
 
 
 def mark_thorough(items: Iterable[pytest.Item]) -> None:
-    """Mark all but ``QUICK`` of each test's parameters; which ones, the test's name says."""
+    """Mark all but ``QUICK`` of each test's parameters that are collected; which ones, the test's name says."""
     tests = defaultdict(list)
     for item in items:
         if not (item.get_closest_marker("thorough") or item.get_closest_marker("nightly")):

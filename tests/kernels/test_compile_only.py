@@ -233,7 +233,8 @@ def test_the_host_s_memory_gets_no_atomics(name: str, folder: Path, target: Targ
 
 
 LARGEST = ["push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal"]
-LARGEST += ["reduce and norm 8192", "unpack and norm 8192", "norm 8192"]
+LARGEST += ["reduce and norm 8192", "unpack and norm 8192", "norm 8192", "grouped matmul"]
+LARGEST += ["send rows", "take rows", "return rows", "add rows"]
 
 
 @pytest.mark.nightly

@@ -58,6 +58,15 @@ LATE: dict[str, list[tuple[list[Programs], list[list[str]]]]] = {
         ([["a@2"], []], [[OTHER], []]),
         ([["a@1"], ["d@1"]], [[OTHER], [OTHER]]),
     ],
+    "alone, while a peer comes to a new one": [
+        ([["a@1"], ["a@1"]], [[YES]] * 2),
+        ([["a@1"], ["d@2"]], [[OTHER], [OTHER]]),
+    ],
+    "alone, one of three again": [
+        ([["a@1"]] * 3, [[YES]] * 3),
+        ([["a@1"], [], []], [[YES], [], []]),
+        ([["a@1"], ["a@1"], ["b@1"]], [[OTHER]] * 3),
+    ],
 }
 
 
@@ -73,7 +82,7 @@ def test_nobody_waits_for_a_rank_that_is_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("name", LATE)
 def test_a_rank_that_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", "2")
-    ranks = group(2)
+    ranks = group(len(LATE[name][0][0]))
     for programs, want in LATE[name]:
         assert answers(ranks, programs) == want
 

@@ -90,7 +90,7 @@ def test_parts_of_different_sizes_are_those_of_one_rank(rank: int, tmp_path: Pat
 
 @pytest.mark.nightly
 @on_ranks(2)
-@pytest.mark.parametrize("op", ["matmul_all_to_all", "all_gather_matmul"])
+@pytest.mark.parametrize("op", OPS)
 def test_a_package_of_aot_inductor(rank: int, op: str, tmp_path: Path) -> None:
     program = Program(op).requires_grad_(False)
     path = torch._inductor.aoti_compile_and_package(exported(program), package_path=str(tmp_path / f"{rank}.pt2"))

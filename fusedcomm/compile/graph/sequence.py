@@ -49,8 +49,9 @@ class Sequence:
     def __init__(self, graph: Graph, phase: str) -> None:
         self.phase = phase
         frame = torch._guards.CompileContext.current_compile_id()
-        # the same where Dynamo compiles a function again
+        # the same where Dynamo compiles a function again; after torch._dynamo.reset() of another one
         self.program = None if frame is None else f"{phase} {frame.frame_id}"
+        self.is_first = frame is not None and frame.frame_compile_id == 0
         self.starts = {node.name: (_line(node), group_name_of(node)) for node in communicating(graph)}
 
     def changed(self, graph: Graph) -> set[str]:
@@ -81,7 +82,7 @@ class Sequence:
         pg = group.find(group_name)
         self.pass_by(but=pg)
         ours = consent.of(pg)
-        return Answer(YES) if ours is None else ours.ask(digest.text, program=self.program)
+        return Answer(YES) if ours is None else ours.ask(digest.text, None, self.program, self.is_first)
 
     @staticmethod
     def has_peers(group_name: str) -> bool:

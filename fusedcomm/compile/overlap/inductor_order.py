@@ -3,12 +3,13 @@
 Inductor moves kernels when it fuses pointwise ops (a fused kernel stands where its first op stood, and pulls up its
 inputs, such as a wait) and when it looks for an order of less memory. So each whole kernel depends on the one before
 it, without data, from each start to its wait: where nothing is in flight, Inductor finds the order of least memory as
-it would without this pass. Pointwise kernels and reductions fuse, and move, as far as the others leave them room.
+it would without this pass. Starts depend on their data alone: Inductor keeps their order, and reduces in place.
+Pointwise kernels and reductions fuse, and move, as far as the others leave them room.
 
 Importing this imports Inductor, which takes a second.
 """
 
-from itertools import pairwise
+import operator
 
 import torch
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -39,15 +40,25 @@ def keep(graph: Graph) -> None:
     index = {node: i for i, node in enumerate(nodes)}
     last_wait = {start: i for i, node in enumerate(nodes) for start in starts_of(node, index)}
     after: dict[Node, OrderedSet[Node]] = {}
+    before: list[Node] = []  # the last one that depends on others, and starts since
     until = 0
-    for first, second in pairwise(filter(_is_whole, nodes)):
-        until = max(until, last_wait.get(index[first], 0))
-        # An unread wait would be dead code then, in torch 2.11.
-        if index[first] < until and second.users:  # something is in flight when the first is done
-            after[second] = OrderedSet([first])
+    for node in filter(_is_whole, nodes):
+        if before and index[before[-1]] < until and work_of(node) is not Work.START:  # something is in flight
+            after[node] = OrderedSet(each for first in before for each in _results(first))
+        before = [*before, node] if work_of(node) is Work.START else [node]
+        until = max(until, last_wait.get(index[node], 0))
     preserve_node_ordering(graph, after)
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether node is one call or template, no part of a kernel of Inductor's."""
-    return node.target is WAIT or (work_of(node) in _WHOLE and isinstance(node.target, torch._ops.OpOverload))
+    """Whether node is one call or template, no part of a kernel of Inductor's; but for unread waits, which torch 2.11
+    would leave out if they depended on others.
+    """
+    if node.target is WAIT:
+        return bool(node.users)
+    return work_of(node) in _WHOLE and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _results(node: Node) -> list[Node]:
+    """What depends on it: torch 2.11 looks at single tensors alone."""
+    return [user for user in node.users if user.target is operator.getitem] or [node]
