@@ -143,18 +143,12 @@ import torch.utils.flop_counter
 assert all(getattr(ops, op._opname) in torch.utils.flop_counter.flop_registry for op in overloads)
 assert not any(type(finder).__name__ == "_AfterTable" for finder in sys.meta_path)
 """
-LOOKED_UP = """
-import importlib.util, sys, torch, fusedcomm
-assert importlib.util.find_spec("torch._inductor.lowering") is not None
-"""
-HALF_IMPORTED = """
-import sys, torch, fusedcomm, fusedcomm.ops.lowering
-"""
+FOUND = "assert importlib.util.find_spec('torch._inductor.lowering') is not None"
 NEITHER = "assert not {'torch._inductor.lowering', 'torch.utils.flop_counter'} & {*sys.modules}"
 PROGRAMS = {
     "fusedcomm first": f"import sys, torch, fusedcomm\n{NEITHER}\n{CHECK}",
-    "looked up before": LOOKED_UP + CHECK,
-    "its lowerings first": HALF_IMPORTED + CHECK,
+    "looked up before": f"import importlib.util, sys, torch, fusedcomm\n{FOUND}\n{CHECK}",
+    "its lowerings first": f"import sys, torch, fusedcomm, fusedcomm.ops.lowering\n{CHECK}",
     "both first": f"import sys, torch, torch.utils.flop_counter, torch._inductor.lowering, fusedcomm\n{CHECK}",
 }
 
