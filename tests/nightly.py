@@ -49,16 +49,16 @@ def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = (), nights: 
 
 
 PARTS = {
-    "calls": pytest_part(500, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run")), nights=4),
-    "graphs": pytest_part(640, "tests/compile", "tests/redistribution", nights=4),
-    "launches": pytest_part(560, "tests/kernels", nights=7),
+    "calls": pytest_part(600, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run"))),
+    "graphs": pytest_part(660, "tests/compile", "tests/redistribution"),
+    "launches": pytest_part(840, "tests/kernels"),
     "ranks": pytest_part(360, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(520, FAULTS, nights=3),
-    "controls": pytest_part(660, *CONTROLS, nights=7),
-    "commands": pytest_part(600, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK], nights=2),
-    "soak": Part(660, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
-    "sanitizers": pytest_part(600, SANITIZERS, nights=2),
-    "models": Part(900, (("make", "models"), (*PYTEST, "tests/models"))),
+    "controls": pytest_part(560, *CONTROLS, nights=7),
+    "commands": pytest_part(500, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK], nights=2),
+    "soak": Part(560, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
+    "sanitizers": pytest_part(520, SANITIZERS, nights=2),
+    "models": Part(880, (("make", "models"), (*PYTEST, "tests/models"))),
     "cuda": Part(5400, (("make", "host-cost"),)),  # torch's own CUDA code without a GPU
     "torch": Part(3600, (("make", "test-torch"),)),  # TORCH=2.15.0 in the environment
 }

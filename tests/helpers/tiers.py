@@ -1,6 +1,4 @@
-"""Parameters by tier: `make test` runs two of a test's, CI those without a mark and the `thorough` ones, `make nightly`
-the rest.
-"""
+"""Parameters by tier: `make test` runs two of a test's, CI those and the `thorough` ones, `make nightly` the rest."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
