@@ -272,11 +272,11 @@ def test_a_rank_late_to_its_forward_does_not_meet_a_backward(rank: int) -> None:
     """Both graphs change their collectives alike, and are compiled one behind the other."""
     ask, asked = Consent.ask, list[str]()
 
-    def late(self: Consent, digest: str, **kwargs: Any) -> Answer:
-        while rank == 1 and not asked and int(self.store.get("at/0")) < self._count + 2:
+    def late(self: Consent, digest: str, *args: Any) -> Answer:
+        while rank == 1 and not asked and self._told(0)[0] < self._count + 2:
             time.sleep(0.001)
         asked.append(digest)
-        return ask(self, digest, **kwargs)
+        return ask(self, digest, *args)
 
     short = mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S="6")
     with short, mock.patch.object(Consent, "ask", late):
