@@ -152,7 +152,7 @@ def test_more_rows_have_owners(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("most", [64, None])
+@pytest.mark.parametrize("most", [64, pytest.param(None, marks=pytest.mark.thorough)])
 def test_layers_compiled_forward_and_backward(rank: int, most: int | None) -> None:
     """Two layers, so that a tail's residual is that of the one before; a number of tokens with a bound, or none."""
 

@@ -54,7 +54,7 @@ def failure(call: Callable[[], Any]) -> Exception:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("matmul", [False, True])
+@pytest.mark.parametrize("matmul", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_an_eager_collective_against_a_compiled_one(rank: int, matmul: bool) -> None:
     x = torch.ones(N, N)
 

@@ -471,7 +471,7 @@ def test_a_wrong_one_is_not(rank: int, op: str, plant: Any, tmp_path: Path) -> N
     assert "pipelined of float32 failed its proof on" in plan.reason or "raised MemoryError" in plan.reason
 
 
-@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", pytest.param("matmul_all_reduce", marks=pytest.mark.thorough)])
 def test_sums_of_many_ranks_are_exact_in_bfloat16_in_any_order(op: str) -> None:
     """A backend may add in the dtype of x."""
     problem = ExactProblem(PROGRAMS[op], replace(SIZES[-1], rows=12), 96, seed=0)

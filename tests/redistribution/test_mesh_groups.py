@@ -114,7 +114,7 @@ def absent(rank: int, use: str) -> str | None:
         return text
 
 
-@pytest.mark.parametrize("use", ["check", "flattened"])
+@pytest.mark.parametrize("use", ["check", pytest.param("flattened", marks=pytest.mark.thorough)])
 def test_an_absent_rank_is_named_and_a_later_call_works(ranks: Ranks, use: str) -> None:
     texts = ranks(8).run(absent, use)
     what = {"check": "mesh", "flattened": "group"}[use]

@@ -167,6 +167,7 @@ def test_values_back_to_back(ranks: Ranks, world_size: int, dtype: torch.dtype) 
 COPIES = {name for name in PROGRAMS if "copy" in name or name.startswith(("all_gather", "low"))}  # behind the meeting
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("skipped", range(3))
 def test_without_one_of_the_barriers_every_op_is_wrong(ranks: Ranks, skipped: int) -> None:
     results = ranks(2).run(wrong_programs, torch.float32, 4, 10 * LATE_S, skipped)

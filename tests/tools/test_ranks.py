@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
         pool.run(total, 0)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSEGV])
 def test_a_rank_that_dies_is_named_with_its_signal(signum: signal.Signals) -> None:
     pool = RankPool(2)
     pids = [pool.pid(0), pool.pid(1)]
