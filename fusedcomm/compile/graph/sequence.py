@@ -42,14 +42,14 @@ class Digest(NamedTuple):
 class Sequence:
     """The collectives of a graph before it is changed.
 
-    The phase, as a backward is compiled right behind its forward: a rank that comes late to the ballot of one must not
-    be taken for one that has come to that of the other.
+    ``phase`` is part of the digest: a backward is compiled right behind its forward, and a rank that comes late to the
+    ballot of one must not be taken for one at the ballot of the other.
     """
 
     def __init__(self, graph: Graph, phase: str) -> None:
         self.phase = phase
         frame = torch._guards.CompileContext.current_compile_id()
-        # the same where Dynamo compiles a function again; after torch._dynamo.reset() of another one
+        # Equal where Dynamo compiles a function again. After torch._dynamo.reset() it may be another one's.
         self.program = None if frame is None else f"{phase} {frame.frame_id}"
         self.is_first = frame is not None and frame.frame_compile_id == 0
         self.starts = {node.name: (_line(node), group_name_of(node)) for node in communicating(graph)}
