@@ -60,5 +60,5 @@ def _is_whole(node: Node) -> bool:
 
 
 def _results(node: Node) -> list[Node]:
-    """What depends on it: torch 2.11 looks at single tensors alone."""
+    """The parts of a result of several tensors, on which nothing can depend as a whole in torch 2.11; else the node."""
     return [user for user in node.users if user.target is operator.getitem] or [node]
