@@ -18,6 +18,7 @@ from fusedcomm.launch import ranks as rank_processes
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers import compilers as kernel_compilers
 from tests.helpers import fork_server, negative_controls
+from tests.helpers.on_ranks import forget_consents
 from tests.helpers.tiers import mark_thorough
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
@@ -78,6 +79,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         pool = pools.get(world_size)
         if pool is None or pool.dead:
             pool = pools[world_size] = RankPool(world_size, env={"FUSEDCOMM_TIMEOUT_S": TIMEOUT_S})
+        pool.run(forget_consents)
         return pool
 
     yield get

@@ -96,7 +96,7 @@ def outcome(p: Program, rank: int, run: Callable[..., Any]) -> str | None:
 
 def check(rank: int, seeds: Iterable[int], run: Callable[..., Any]) -> None:
     for seed in seeds:
-        forget_consents(1 / 5)  # a rank that compiles alone waits for each of its graphs, and peers wait for it
+        forget_consents(rank, 1 / 5)  # a rank that compiles alone waits for each of its graphs, and peers wait for it
         p = programs.drawn(seed, dist.get_world_size(), run is compiled)
         why = outcome(p, rank, run)
         assert why is None, f"{p} of seed {seed}:\n{why}"
@@ -255,7 +255,7 @@ def test_a_rank_that_compiles_again_alone_keeps_what_all_agreed_to(rank: int) ->
             torch._dynamo.graph_break()
         return y, reduced(x.cos())
 
-    forget_consents(1 / 20)
+    forget_consents(rank, 1 / 20)
     x, mine = torch.arange(4.0) + rank, torch.ones(4)
     with no_latency(), fusedcomm.compile.enabled(overlap=True) as report:
         compiled = [torch.compile(each, backend=interpreted) for each in (first, second)]

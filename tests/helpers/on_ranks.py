@@ -28,11 +28,10 @@ class _Body:
 
     def __call__(self, rank: int, **arguments: Any) -> None:
         test = getattr(importlib.import_module(self.module), self.name)
-        forget_consents()
         test.__wrapped__(rank, **arguments)
 
 
-def forget_consents(patience: float = 1 / 2) -> None:
+def forget_consents(rank: int, patience: float = 1 / 2) -> None:
     """As in a new process: graphs agreed to before are unknown, and no rank is impatient with slow compilers."""
     consent._PATIENCE = patience
     for each in consent._consents.values():
