@@ -106,7 +106,7 @@ results:
 # A CUDA build of torch in a venv of its own, without CUDA.
 HOST_COST_ARGS ?=
 host-cost:
-	$(PYTHON) bench/host_cost $(HOST_COST_ARGS)
+	$(PYTHON) tests/host_cost $(HOST_COST_ARGS)
 
 # Without .venv: a machine with a GPU often has torch, and no network. From a bare clone or after README's install.
 GPU_CHECK_ARGS ?=

@@ -1,6 +1,6 @@
 """`make host-cost`: sets up torch and pretended GPUs below build/, checks the work on streams, and counts instructions.
 
-    python bench/host_cost [--ranks R ...] [--torch VERSION] [--json FILE]
+    python tests/host_cost [--ranks R ...] [--torch VERSION] [--json FILE]
 
 A script of the standard library alone: the Python that runs it needs no torch. A stock CUDA build of torch runs its own
 CUDA code and Triton its own launchers, down to a pretended runtime, cuBLAS and driver that do nothing. Counted are
@@ -41,7 +41,7 @@ _NVIDIAS = re.compile(r"lib(cu|nv|nccl)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench/host_cost", description="Instructions of each call.")
+    parser = argparse.ArgumentParser(prog="tests/host_cost", description="Instructions of each call.")
     parser.add_argument("--torch", default=TORCH, help="a release whose wheel is a CUDA build (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(folder: Path, environment: dict[str, str], ranks: int) -> dict[str, Any]:
     """Without callgrind first, which fills Triton's cache: nothing is compiled under it."""
-    program = (python(folder), "-m", "fusedcomm.bench.host_cost.calls", str(ranks))
+    program = (python(folder), "-m", "tests.host_cost.calls", str(ranks))
     print(f"{ranks} ranks: the streams and the clock, then callgrind: minutes", flush=True)
     subprocess.run([*program, str(folder / "found.json")], cwd=ROOT, env=environment, check=True)
     for left in folder.glob("callgrind.*"):

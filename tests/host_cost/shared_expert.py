@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.bench.host_cost.device import Driver, made, place
-from fusedcomm.bench.host_cost.traces import READS, WRITES, Access, Trace, come_before, races
 from fusedcomm.nn import ExpertParallel, expert_parallel
+from tests.host_cost.device import Driver, made, place
+from tests.host_cost.traces import READS, WRITES, Access, Trace, come_before, races
 
 TOKENS, H, HIDDEN, EXPERTS, CAPACITY = 512, 256, 128, 8, 2048
 

@@ -1,6 +1,6 @@
 """Calls of one rank on pretended GPUs, in a process that make host-cost has prepared:
 
-    python -m fusedcomm.bench.host_cost.calls R FILE [count]
+    python -m tests.host_cost.calls R FILE [count]
 
 checks the work on streams, and times the calls; with ``count`` callgrind counts each. FILE: for JSON.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedcomm import all_gather_matmul, force_algorithm, matmul_all_to_all
-from fusedcomm.bench.host_cost import checks, shared_expert
-from fusedcomm.bench.host_cost.device import Driver, join, made
 from fusedcomm.kernels import native_part
 from fusedcomm.launch.provenance import run_facts
+from tests.host_cost import checks, shared_expert
+from tests.host_cost.device import Driver, join, made
 
 SLOT_BYTES = 128 << 20  # a round a call
 DEVICE = torch.device("cuda", 0)

@@ -15,8 +15,16 @@ from triton import knobs
 
 import fusedcomm
 from fusedcomm import force_algorithm
-from fusedcomm.bench.host_cost.device import Driver, join, made, place
-from fusedcomm.bench.host_cost.traces import (
+from fusedcomm.kernels.native_part import native
+from fusedcomm.memory import members
+from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
+from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops import dispatch
+from fusedcomm.plan.schedule import Place
+from fusedcomm.run import native_plan
+from fusedcomm.run.packing import Packed, pack
+from tests.host_cost.device import Driver, join, made, place
+from tests.host_cost.traces import (
     WRITES,
     Access,
     Trace,
@@ -26,14 +34,6 @@ from fusedcomm.bench.host_cost.traces import (
     misplaced_copies,
     races,
 )
-from fusedcomm.kernels.native_part import native
-from fusedcomm.memory import members
-from fusedcomm.memory.segment import FINGERPRINT_BITS, NUM_SLOTS
-from fusedcomm.memory.workspace import Workspace
-from fusedcomm.ops import dispatch
-from fusedcomm.plan.schedule import Place
-from fusedcomm.run import native_plan
-from fusedcomm.run.packing import Packed, pack
 
 SLOT_BYTES = 32 << 20  # most calls below take two rounds or more
 DEVICE = torch.device("cuda", 1)
@@ -125,7 +125,7 @@ def used(t: Tensor, user: torch.cuda.Stream) -> Access:
 
 
 def violations(trace: Trace, workspace: Workspace, user: torch.cuda.Stream) -> Iterator[str]:
-    streams = [each.cuda_stream for each in (user, workspace.side_stream(), workspace.reading_stream())]
+    streams = [each.cuda_stream for each in (user, *workspace.streams)]
     segments = [place(each) for i, each in enumerate(workspace.buffers) if i != workspace.rank]
     yield from foreign_streams(trace, DEVICE.index, streams)
     yield from races(trace)
@@ -162,8 +162,8 @@ def normal(trace: Trace, given: list[tuple[Any, ...]], epoch: int) -> Iterator[A
     for each in trace:
         is_event = each.what in ("record", "wait", "host waits")
         yield replace(each, address=events.setdefault(each.address, len(events))) if is_event else each
-    for each in given:
-        yield (each[0], each[1] - (epoch << FINGERPRINT_BITS)) if len(each) == 2 else each
+    for words in given:
+        yield (words[0], words[1] - (epoch << FINGERPRINT_BITS)) if len(words) == 2 else words
 
 
 @contextmanager
