@@ -36,6 +36,7 @@ def cases(device: torch.device) -> child.Cases:
         "compiled fused": case(compiled, "fused"),
         "compiled chunked": case(compiled, "chunked"),
         "uneven chunked": case(uneven),
+        "float8 along K": case(scaled),
         **{f"parallel styles {model}": case(parallel_styles, model) for model in MODELS},
         "training": case(training),
     }
@@ -87,6 +88,21 @@ def uneven(rank: int, device_type: str) -> dict[str, Any]:
     _near("gradient of x", grad, w.float().sum(1).expand_as(x))
     _near("projection out of attention", z, want[own].float() @ out_w.float())
     return {"tokens": parts.sizes, "heads": columns.sizes}
+
+
+def scaled(rank: int, device_type: str) -> dict[str, int]:
+    """Gathered along K, float8 products are added in float32, and copied to the result when all have come."""
+    rows, k, n = (256, 512, 128) if device_type == "cuda" else (8, 32, 16)
+    one = torch.ones((), device=device_type)
+    with fusedcomm.force_algorithm("chunked", strict=True):
+        for seed in range(CALLS):
+            generator = torch.Generator().manual_seed(seed)
+            x, w = (torch.randint(-2, 3, shape, generator=generator).float() for shape in ((rows, k), (n, k)))
+            own, weight = (t.to(device_type, torch.float8_e4m3fn) for t in (x.chunk(GROUP_SIZE, 1)[rank], w))
+            y = fusedcomm.scaled_all_gather_matmul(own.contiguous(), weight.mT, one, one, gather_dim=1)
+            fusedcomm.synchronize()
+            assert torch.equal(y.cpu(), (x @ w.mT).to(y.dtype)), f"wrong values in call {seed}"
+    return {"calls": CALLS}
 
 
 def parallel_styles(rank: int, device_type: str, model: str) -> dict[str, str]:

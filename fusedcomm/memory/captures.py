@@ -9,7 +9,7 @@ import torch
 from fusedcomm.kernels.native_part import native
 
 WARM_UP = "call the op once with these shapes on every rank inside fusedcomm.before_capture() first"
-MOST_LOADED = 1024
+MOST_LOADED = 1 << 16  # `inference.Linear.warm_up` loads one for each number of rows
 
 _warm_ups = 0  # how many before_capture() this process is in; autograd calls ops on threads of its own
 
@@ -55,10 +55,17 @@ def is_for_capture(device: torch.device) -> bool:
 
 
 class LoadedCalls(dict[Any, None]):
-    """The last calls with loaded kernels, oldest first. More than a program captures need not be kept."""
+    """The last calls with loaded kernels, oldest first. More than a program captures need not be kept.
 
-    def add(self, call: Any) -> None:
-        self.pop(call, None)
-        self[call] = None
+    Kernels count the bytes of a slot in 32 or 64 bits: a workspace that grows keeps the kernels of most calls.
+    """
+
+    def has(self, call: Any, slot_bytes: int) -> bool:
+        return (call, slot_bytes < 1 << 31) in self
+
+    def add(self, call: Any, slot_bytes: int) -> None:
+        key = call, slot_bytes < 1 << 31
+        self.pop(key, None)
+        self[key] = None
         if len(self) > MOST_LOADED:
             del self[next(iter(self))]

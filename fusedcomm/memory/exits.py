@@ -12,6 +12,8 @@ import multiprocessing.util
 import os
 import threading
 
+import torch
+
 from fusedcomm.memory import departures, dumps, group, members
 
 _armed_in = _left_in = 0  # process ids, as a forked child has both functions still to do
@@ -45,3 +47,8 @@ def _leave() -> None:
                 member.workspace.leave(last_words)
     dumps.write_at_exit(error)
     departures.announce([(member.departures, last_words) for member, last_words in left])
+    if error is None or isinstance(error, SystemExit):
+        # CUDA drops launched pushes when the process ends, and peers wait for them; every wait in them is bounded
+        for device in {member.device for member, _ in left if member.device.type == "cuda"}:
+            with contextlib.suppress(Exception):
+                torch.cuda.synchronize(device)

@@ -17,7 +17,7 @@ from fusedcomm.memory import dumps, flight_recorder, topology
 from fusedcomm.memory import group as groups
 from fusedcomm.memory.departures import announce, farewell, leaving_by
 from fusedcomm.memory.group import Group
-from fusedcomm.memory.group_member import Member, check_same_call, refuse_capture
+from fusedcomm.memory.group_member import Member, check_same_call, on_device, refuse_capture
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.vote import agree
 
@@ -62,7 +62,8 @@ def member(group_name: str, device: torch.device, record: flight_recorder.Record
 
 @outside_modes()
 def _voted(pg: ProcessGroup, device: torch.device, resets: int) -> Member:
-    voted, departures = topology.probe(pg, device)
+    with on_device(device):  # a kernel is launched there
+        voted, departures = topology.probe(pg, device)
     store = groups.store(pg, f"workspace/{device.type}")
     ranks = tuple(dist.get_process_group_ranks(pg))
     made = Member(pg.rank(), pg.size(), pg.group_name, device, store, voted, ranks, departures, resets=resets)

@@ -69,13 +69,15 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
                 plan, memory = _begin(spec, args, plan, ours, record, kind)
                 generation = ours.generation
                 if plan.has_workspace:
-                    ran = calls.run(plan, memory, *program)
-                    if is_capturing(ours.device):  # replays will move the epoch that plans count on the host
-                        ours.prepare_anew()
-                    elif seen is not None:
+                    try:
+                        ran = calls.run(plan, memory, *program)
+                    finally:
+                        if is_capturing(ours.device):  # replays will move the epoch that plans count on the host
+                            ours.prepare_anew()
+                    if seen is not None and not is_capturing(ours.device):
                         seen.ran, seen.record = ran, record.kind()
                     if x.is_cuda and plan.schedule is not None and plan.schedule.can_be_captured:
-                        ours.loaded.add((kind, memory.memory_facts().slot_bytes))
+                        ours.loaded.add(kind, memory.memory_facts().slot_bytes)
             if not plan.has_workspace:  # without the lock, as gloo's waits may be long
                 ran = calls.run(plan, memory, *program)
             ours.keep(key, plan, generation)
@@ -106,7 +108,7 @@ def _begin(
         if not plan.has_workspace:
             return plan, ours.memory
         workspace = ours.workspace_for(plan.slot_bytes, spec.name, plan.fingerprint)
-        if is_capturing(ours.device) and (kind, workspace.slot_bytes) not in ours.loaded:
+        if is_capturing(ours.device) and not ours.loaded.has(kind, workspace.slot_bytes):
             raise RuntimeError(f"{record.op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
         record.runs_on(workspace)
         return plan, workspace

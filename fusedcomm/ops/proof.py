@@ -169,10 +169,12 @@ def outcome(kind: str, what: str, ours: Member, num_bytes: int, results: Callabl
         return f"{what.partition(' ')[0]} could not be proved: {unavailable}"
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
+        ours.prepare_anew()  # prepared calls do not look at the error
         raise ours.error.again() from failed
     except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
         text = f"{kind} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
         ours.error = PeerError(text, peers=[ours.rank], op=kind, epoch=0).until_reset()
+        ours.prepare_anew()
         raise
     finally:
         own.close()

@@ -81,7 +81,7 @@ def push_reduce_gather(
     scale: float,
 ) -> Tensor:
     """`chunked.push_reduce_gather`, by kernels."""
-    if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(exchange, w):
+    if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(s, exchange, w):
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
     x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
@@ -129,7 +129,7 @@ def gather_matmul(
     Where K is gathered, the own chunk goes through this rank's slot: the kernel adds it to the others in registers, and
     its loop loads by one descriptor. The product of another matmul would be rounded once more.
     """
-    if any(_cuts_blocks(exchange, w) for w in ws):
+    if any(_cuts_blocks(s, exchange, w) for w in ws):
         return chunked.gather_matmul(s, exchange, x, ws, biases, return_gathered)
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
     outs = chunked.results(s, exchange, ws)
@@ -156,14 +156,21 @@ def gather_matmul(
     return outs if gathered is None else [*outs, gathered]
 
 
-def _cuts_blocks(exchange: Exchange, w: Operand | None) -> bool:
+def _cuts_blocks(s: Builder, exchange: Exchange, w: Operand | None) -> bool:
     """Whether a block that shares a scale of w comes from two sources, or, where an all_reduce cuts columns, is of two
     owners.
     """
     if not isinstance(w, Scaled) or w.scale.numel() == 1 or (isinstance(w, OfPayload) and w.payload is not None):
         return False
     in_blocks = w.scale.shape[-2] > 1 if exchange.gathers else w.scale.shape[-1] < w.shape[-1]
-    return in_blocks and exchange.splits_columns and exchange.column_run % BLOCK > 0
+    if not in_blocks or not exchange.splits_columns or exchange.column_run % BLOCK == 0:
+        return False
+    if s.device.for_capture:
+        raise RuntimeError(
+            f"a rank's columns must be a multiple of the {BLOCK} that share a scale in a CUDA graph, "
+            f"got {exchange.column_run}; `unfused` takes them"
+        )
+    return True
 
 
 def _multiply_own(

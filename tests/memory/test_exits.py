@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import HashStore, TCPStore
 
 import fusedcomm
-from fusedcomm.memory import departures, members, workspace
+from fusedcomm.memory import departures, exits, members, workspace
 from fusedcomm.memory.segment import LAST_WORDS_BYTES
 from tests.faults.steps import at_step
 from tests.helpers.groups import call, check, fresh_group
@@ -192,6 +194,22 @@ def test_a_killed_process_is_gone_before_its_parent_has_seen_it() -> None:
 def test_last_words_fit_into_their_place(error: Exception | None, words: str) -> None:
     said = departures.farewell(error, "it was over", 12)
     assert said == words and len(said.encode()) <= LAST_WORDS_BYTES
+
+
+@pytest.mark.parametrize(("error", "waits"), [(None, True), (SystemExit(0), True), (KeyError(), False)])
+def test_a_rank_on_a_gpu_ends_after_its_pushes(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException | None, waits: bool
+) -> None:
+    """CUDA drops what a process that ends has launched."""
+    gpu, did = torch.device("cuda", 1), list[Any]()
+    member: Any = SimpleNamespace(device=gpu, num_calls=3, workspace=None, departures=None)
+    monkeypatch.setattr(exits, "_left_in", 0)
+    monkeypatch.setattr(exits.members, "all_members", lambda: [member])
+    monkeypatch.setattr(exits.departures, "leaving_by", lambda: error)
+    monkeypatch.setattr(exits.departures, "announce", lambda left: did.append("told"))
+    monkeypatch.setattr(torch.cuda, "synchronize", did.append)
+    exits._leave()
+    assert did == ["told", *([gpu] if waits else [])]
 
 
 # fresh processes: import, fork and interpreter exit in any order

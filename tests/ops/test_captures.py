@@ -130,8 +130,11 @@ def test_a_planned_fused_loads_what_a_capture_needs(gpu: Gpu) -> None:
 
 def test_kernels_are_specialised_on_the_size_of_a_slot(gpu: Gpu) -> None:
     """As an int of 32 or 64 bits: a workspace that has grown since can need other ones."""
+    gpu.member.workspace = GpuWorkspace(1 << 28)  # type: ignore[assignment]
     assert gpu.call(FEW_ROWS) == "fused"
-    gpu.member.workspace, gpu.capturing = GpuWorkspace(1 << 31), True  # type: ignore[assignment]
+    gpu.member.workspace, gpu.capturing = GpuWorkspace(1 << 30), True  # type: ignore[assignment]
+    assert gpu.call(FEW_ROWS) == "fused"
+    gpu.member.workspace = GpuWorkspace(1 << 31)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="cannot be loaded"):
         gpu.call(FEW_ROWS)
 
@@ -161,8 +164,8 @@ def test_what_is_kept_is_bounded_and_the_latest(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(captures, "MOST_LOADED", 3)
     loaded = captures.LoadedCalls()
     for call in (1, 2, 3, 1, 4):
-        loaded.add(call)
-    assert len(loaded) == 3 and [call in loaded for call in (1, 2, 3, 4)] == [True, False, True, True]
+        loaded.add(call, 128)
+    assert len(loaded) == 3 and [loaded.has(call, 256) for call in (1, 2, 3, 4)] == [True, False, True, True]
 
 
 def made_by(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
