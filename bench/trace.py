@@ -1,6 +1,6 @@
 """One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
 
-Every rank has its threads, its GPU streams, and a process of its own with the lanes of run/profiler.py. Times are the
+Every rank has its threads, its GPU streams, and a process of its own with LANES. Times are the
 host clock's, shared by ranks of one host; between hosts they differ by as much as the clocks do.
 """
 
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.bench.timing import all_gather_bytes
-from fusedcomm.run.profiler import LANES, PREFIX
 
 VARIANT = "variant: "
+PREFIX = "fusedcomm."
+LANES = ("matmul", "push", "wait", "copy")  # of the steps of a schedule; kernels of `fused` wait in "matmul", "copy"
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # for ranks that profile: else Kineto prints a line at every start and stop
 Trace = dict[str, Any]  # as chrome://tracing and Perfetto read it
 PIDS_PER_RANK = 100  # in the merged trace

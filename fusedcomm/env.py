@@ -24,16 +24,6 @@ def plan_bytes() -> int:
     return int(_positive("FUSEDCOMM_PLAN_BYTES", float(256 << 20)))
 
 
-def results_bytes() -> int:
-    """``FUSEDCOMM_RESULTS_BYTES``: the most memory for results that peers write in place, per group and rank, on CPUs
-    (default 2 GiB; 0 switches it off).
-    """
-    text = os.environ.get("FUSEDCOMM_RESULTS_BYTES") or str(2 << 30)
-    if not text.isdecimal():
-        raise ValueError(f"FUSEDCOMM_RESULTS_BYTES must be a number of bytes, got {text!r}")
-    return int(text)
-
-
 def algorithm() -> str | None:
     """``FUSEDCOMM_ALGORITHM``: the algorithm every op should use where it can run, or None for the planner's choice."""
     name = os.environ.get("FUSEDCOMM_ALGORITHM") or None
@@ -127,7 +117,6 @@ SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError
     "FUSEDCOMM_HOST_ID": host_id,
     "FUSEDCOMM_PLAN_BYTES": plan_bytes,
     "FUSEDCOMM_PROVE": prove,
-    "FUSEDCOMM_RESULTS_BYTES": results_bytes,
     "FUSEDCOMM_TIMEOUT_S": timeout_s,
     "FUSEDCOMM_WORKSPACE_BYTES": workspace_bytes,
 }

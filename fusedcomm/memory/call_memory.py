@@ -21,6 +21,6 @@ class CallMemory:
     def device_facts(self) -> Device:
         return Device(is_gpu=self.device.type == "cuda")
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a result."""
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -1,11 +1,9 @@
-"""Guard bytes around slots, and around results that peers write, with FUSEDCOMM_CHECK=1. They reveal a write past one.
+"""Guard bytes around slots, with FUSEDCOMM_CHECK=1. They reveal a write past one.
 
     [header | guard | slot 0 | guard | slot 1 | guard]          a segment
-    [guard | result | guard]                                    a block of the heap of results
 
 Every rank checks the guards of its own segment: on CPU before a call and after each of its rounds, on GPUs before a
-call and in `synchronize`. It checks a result's guards after each round of the call. A write past a chunk but inside the
-slot or the result is not seen.
+call and in `synchronize`. A write past a chunk but inside the slot is not seen.
 """
 
 from functools import cache
@@ -28,10 +26,8 @@ def paint(segment: Tensor, layout: HeaderLayout) -> None:
 
 
 @outside_modes()
-def damage(
-    segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int, posted: Tensor | None = None
-) -> str | None:
-    """Describe writes to the guards of ``rank``'s segment, or around its ``posted`` result; None if there are none.
+def damage(segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int) -> str | None:
+    """Describe writes to the guards of ``rank``'s segment; None if there are none.
 
     On a GPU it waits for the current stream.
     """
@@ -41,29 +37,10 @@ def damage(
     found = torch.stack([segment[start : start + layout.guard_bytes] for start in starts]).cpu()
     wrong = found != _pattern(layout.guard_bytes)
     if not wrong.any():
-        return None if posted is None else damage_around(posted, rank)
+        return None
     slots = [f"slot {i}" for i in range(len(starts) - 1)]
     texts = [_place(i, slots, found[i], wrong[i]) for i in range(len(starts)) if wrong[i].any()]
     return f"guard bytes of rank {rank}'s segment must stay as they are, but {'; '.join(texts)}"
-
-
-def paint_around(block: Tensor) -> Tensor:
-    """Write a guard at either end of a block of bytes, and return the bytes between."""
-    for guard in _ends(block):
-        guard.copy_(_pattern(GUARD_BYTES))
-    return block[GUARD_BYTES:-GUARD_BYTES]
-
-
-def damage_around(result: Tensor, rank: int) -> str | None:
-    """Describe writes to the guards of ``rank``'s result, made by `paint_around`; None if there are none."""
-    block = torch.empty(0, dtype=torch.uint8, device=result.device).set_(result.untyped_storage())
-    wrong = [guard != _pattern(GUARD_BYTES) for guard in _ends(block)]
-    texts = [_place(i, ["it"], guard, wrong[i]) for i, guard in enumerate(_ends(block)) if wrong[i].any()]
-    return f"guard bytes of rank {rank}'s result must stay as they are, but {'; '.join(texts)}" if texts else None
-
-
-def _ends(block: Tensor) -> tuple[Tensor, Tensor]:
-    return block[:GUARD_BYTES], block[-GUARD_BYTES:]
 
 
 def _place(i: int, guarded: list[str], found: Tensor, wrong: Tensor) -> str:

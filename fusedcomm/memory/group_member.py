@@ -32,7 +32,6 @@ from fusedcomm.memory.departures import Departures
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.patience import on_thread
-from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import agree
@@ -63,7 +62,6 @@ class Member:
     counters: array[int] = field(default_factory=lambda: array("q", [0]))  # num_calls, which prepared calls count too
     resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
-    results: Results | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
@@ -115,9 +113,9 @@ class Member:
         return slot_bytes_within(self.topology.workspace_bytes, self.group_size, self.guard_bytes)
 
     def for_proof(self, slot_bytes: int) -> Member:
-        """A Member with a guarded workspace of its own, without a heap of results. Its failure spoils nothing here."""
+        """A Member with a guarded workspace of its own. Its failure spoils nothing here."""
         size = Workspace.num_bytes(self.group_size, slot_bytes, GUARD_BYTES)
-        small = replace(self.topology, workspace_bytes=size, check=True, results_bytes=0)
+        small = replace(self.topology, workspace_bytes=size, check=True)
         facts = (self.rank, self.group_size, self.group_name, self.device, self.store)
         return Member(*facts, small, self.ranks, self.departures)
 
@@ -169,7 +167,6 @@ class Member:
         """``num_bytes``: the size of a slot, the same on all ranks."""
         with self.lock, on_device(self.device):
             self._free()
-            self._drop_results()
             self.for_graphs = None  # it may be broken
             for each in self.retired:
                 each.forget_error()
@@ -181,7 +178,6 @@ class Member:
     def close(self) -> None:
         with self.lock, on_device(self.device):
             self._free()
-            self._drop_results()
             self.error = self.for_graphs = None
             self.retired.clear()
 
@@ -212,7 +208,6 @@ class Member:
                 self.workspace.share_gpu(self.topology.ranks_per_gpu)
                 self.workspace.call_number = self.num_calls
                 self.workspace.arm()
-                self.workspace.results = self._make_results(op, fingerprint)
                 self.prepare_anew()
                 return self.workspace
         except PeerError as failed:
@@ -226,48 +221,26 @@ class Member:
         self.prepare_anew()
         raise WorkspaceUnavailable(made)
 
-    def _share(
-        self, size: int, op: str, fingerprint: int, *, of: str = ""
-    ) -> tuple[list[torch.Tensor], str, Any] | str:
+    def _share(self, size: int, op: str, fingerprint: int) -> tuple[list[torch.Tensor], str, Any] | str:
         """(every rank's segment of symmetric memory, the group's name, its keepers alive), or why there is none; equal
-        on all ranks. ``of``: the purpose, if not a workspace.
+        on all ranks.
         """
-        segment, error = self._allocate(size, initialise=not of)
-        reason = self._agree(op, fingerprint, error, f"{of}allocated")
+        segment, error = self._allocate(size)
+        reason = self._agree(op, fingerprint, error, "allocated")
         if reason is None:
             assert segment is not None
             handle, error = self._rendezvous(segment, op)
-            reason = self._agree(op, fingerprint, error, f"{of}mapped")
+            reason = self._agree(op, fingerprint, error, "mapped")
         if reason is not None:
             return reason
         segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
         return segments, self.group_name, (segment, handle)
 
-    def _make_results(self, op: str, fingerprint: int) -> Results | None:
-        """The heaps of results, which outlive a workspace that grows; None where a rank cannot have one."""
-        size = self.topology.results_bytes
-        if self.results is None and size > 0:
-            made = self._share(size, op, fingerprint, of="results ")
-            if isinstance(made, str):
-                log.warning("results are copied out, and not written in place: %s", made)
-                self.topology = replace(self.topology, results_bytes=0)
-            else:
-                segments, _, owner = made
-                self.results = Results(segments, segment=owner[0], owner=owner, guarded=self.topology.check)
-        return self.results
-
-    def _drop_results(self) -> None:
-        """Tensors in the heap stay valid; its memory goes with the last of them."""
-        if self.results is not None:
-            self.results.retire()
-            self.results.give_back()
-        self.results = None
-
     def prepare_calls(self) -> None:
         """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
         if native is None or self.topology.check:
             return
-        if (segment.NUM_SLOTS, segment.POST_BYTES) == (native.NUM_SLOTS, native.POST_BYTES):
+        if segment.NUM_SLOTS == native.NUM_SLOTS:
             self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
 
     def prepare_anew(self) -> None:
@@ -296,13 +269,12 @@ class Member:
         if self.plan_bytes > self.topology.plan_bytes:
             self.prepare_anew()
 
-    def _allocate(self, size: int, *, initialise: bool) -> tuple[torch.Tensor | None, str]:
+    def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
         """This rank's segment, or why there is none, which the others must hear before they wait in a rendezvous."""
         allocate = symm_mem._SymmetricMemory.empty_strided_p2p
         try:
             segment = allocate((size,), (1,), torch.uint8, self.device, self.group_name)
-            if initialise:
-                Workspace.initialise(segment, self.group_size, self.guard_bytes)
+            Workspace.initialise(segment, self.group_size, self.guard_bytes)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         except RuntimeError as error:

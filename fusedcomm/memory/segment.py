@@ -15,7 +15,6 @@ FINGERPRINT_BITS = 24
 FINGERPRINT = (1 << FINGERPRINT_BITS) - 1
 TIMED_OUT, MISMATCHED, BROKEN_BY_PEER, ABANDONED, OVERRUN, ENDED = 1, 2, 3, 4, 5, 6
 LAST_WORDS_BYTES = 256
-POST_BYTES = 24
 
 
 @dataclass(frozen=True)
@@ -49,22 +48,12 @@ class HeaderLayout:
         return _aligned(self.tiles_done + 8 * self.group_size)
 
     @cached_property
-    def posts(self) -> int:
-        """posts[src_rank]: place, size and stamp of the result that src_rank takes (kernels/cpu/rounds.h)."""
-        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size)
-
-    @cached_property
-    def marks(self) -> int:
-        """marks[slot][src_rank]: the last epoch in which src_rank wrote in place."""
-        return _aligned(self.posts + POST_BYTES * self.group_size)
-
-    @cached_property
     def header_bytes(self) -> int:
         return self.last_words(self.group_size) + self.guard_bytes
 
     def last_words(self, src_rank: int) -> int:
         """last_words[src_rank]: why a rank has ended, in UTF-8, padded with zeros."""
-        return _aligned(self.marks + 8 * NUM_SLOTS * self.group_size) + LAST_WORDS_BYTES * src_rank
+        return _aligned(self.flags + 8 * NUM_SLOTS * self.group_size) + LAST_WORDS_BYTES * src_rank
 
     def flag(self, epoch: int, src_rank: int) -> int:
         return self.flags + 8 * (epoch % NUM_SLOTS * self.group_size + src_rank)

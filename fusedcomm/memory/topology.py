@@ -38,7 +38,6 @@ class Topology:
     ranks_per_gpu: int = 1  # the most that share one; each rank's kernels get their part of its multiprocessors
     tf32: bool = False  # whether all ranks allowed TF32 at the vote; for estimates alone
     prove: bool = False  # whether an algorithm must be proved before it is used
-    results_bytes: int = 0  # the smallest FUSEDCOMM_RESULTS_BYTES of all ranks; 0 on GPUs
     plan_bytes: int = 256 << 20  # the smallest FUSEDCOMM_PLAN_BYTES of all ranks
     backend: str = ""  # of the group's own collectives on this device type
     across: Reach | None = None  # None on a single host
@@ -91,7 +90,6 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         no_float8=next((fact["no_float8"] for fact in facts if fact["no_float8"]), None),
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
-        results_bytes=min(fact["results_bytes"] for fact in facts),
         plan_bytes=min(fact["plan_bytes"] for fact in facts),
         constants=apart or constants,
         check=any(fact["check"] for fact in facts),
@@ -151,7 +149,6 @@ def no_native() -> str | None:
 def _settings(device: torch.device) -> dict[str, Any]:
     return {
         "workspace_bytes": env.workspace_bytes(),
-        "results_bytes": env.results_bytes() if device.type == "cpu" else 0,
         "plan_bytes": env.plan_bytes(),
         "algorithm": env.algorithm(),
         "check": env.check(),

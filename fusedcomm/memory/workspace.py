@@ -24,11 +24,10 @@ from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory import canaries, stream_writes, topology
 from fusedcomm.memory.beside_kernels import beside_kernels
 from fusedcomm.memory.call_memory import CallMemory
-from fusedcomm.memory.captures import is_for_capture
+from fusedcomm.memory.captures import is_capturing, is_for_capture
 from fusedcomm.memory.departures import KILLED, Departures
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.patience import Patience
-from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import (
     ABANDONED,
     BROKEN_BY_PEER,
@@ -81,8 +80,6 @@ class Workspace(CallMemory):
         self.left = False  # whether the peers have been told that this rank leaves
         self.call_number = 0
         self.departures: Departures | None = None
-        self.results: Results | None = None  # the group's, where peers may write results in place
-        self.posted_result: Tensor | None = None  # this round's, if guard bytes are around it
         self.error: PeerError | None = None
         self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.launching`
         self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.routed_rows`
@@ -115,16 +112,11 @@ class Workspace(CallMemory):
         if guard_bytes:
             canaries.paint(segment, layout)
 
-    @cached_property
-    def posts(self) -> Any:
-        """native.Segments: the words on results in place, and what prepared calls find in segments."""
-        layout, heap = self.layout, None if self.results is None else self.results.heap
-        offsets = layout.flags, layout.broken, layout.epoch, layout.posts, layout.marks, layout.header_bytes
-        return loaded().Segments(self.rank, self.buffers, offsets, self.slot_bytes, heap)
-
     def for_plans(self) -> tuple[Any, ...]:
-        """Segments and counters, for prepared calls; they count its rounds too."""
-        return self.posts, self.counters.buffer_info()[0], self.record.words.data_ptr()
+        """native.Segments and counters, for prepared calls; they count its rounds too."""
+        offsets = self.layout.flags, self.layout.broken, self.layout.epoch, self.layout.header_bytes
+        segments = loaded().Segments(self.rank, self.buffers, offsets, self.slot_bytes)
+        return segments, self.counters.buffer_info()[0], self.record.words.data_ptr()
 
     def arm(self) -> None:
         """Tell this rank's kernels their bound and where to report."""
@@ -150,7 +142,6 @@ class Workspace(CallMemory):
         is_proof = self.least_copied == 0  # which is in no capture
         return Device(
             is_gpu=is_gpu,
-            has_heap=self.results is not None,
             architecture=architecture,
             triton=topology.triton_version() if architecture else (),
             num_sms=self.num_sms,
@@ -169,31 +160,11 @@ class Workspace(CallMemory):
     def slot_start(self, epoch: int) -> int:
         return self.layout.slot(epoch, self.slot_bytes)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool) -> Tensor:
-        """Memory for a result; where peers can write it, if they may."""
-        if self.device.type != "cpu":
-            return super().empty(shape, dtype, posted=posted)
-        if posted and self.results is not None:
-            return self.results.empty(shape, dtype)
-        out = torch.empty(shape, dtype=dtype, device="cpu")
-        loaded().prefer_huge_pages(out.data_ptr(), out.nbytes)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        out = super().empty(shape, dtype)
+        if self.device.type == "cpu":
+            loaded().prefer_huge_pages(out.data_ptr(), out.nbytes)
         return out
-
-    def post(self, result: Tensor, layouts: Sequence[int], fingerprint: int) -> bool:
-        """Tell every peer where this round's result is, if they can write it there."""
-        is_posted = bool(self.posts.post(result, layouts, self._stamp(fingerprint)))
-        if is_posted and self.layout.guard_bytes:
-            self.posted_result = result
-        return is_posted
-
-    def posted(self, dst_rank: int, num_bytes: int, layout: int, fingerprint: int) -> Tensor | None:
-        """dst_rank's result of this round as bytes, if this rank may write it."""
-        place = self.posts.posted(dst_rank, num_bytes, self._stamp(fingerprint) ^ layout)
-        assert self.results is not None
-        return None if place is None else self.results.buffers[dst_rank][place : place + num_bytes]
-
-    def _stamp(self, fingerprint: int) -> int:
-        return (self.epoch + 1) << FINGERPRINT_BITS | fingerprint
 
     def end_round(self, op: str, fingerprint: int) -> None:
         """Count a round that this rank has completed, or launched; on a CPU look whether a peer has given up by it."""
@@ -201,7 +172,6 @@ class Workspace(CallMemory):
         if self.device.type == "cpu":
             self._epoch_word().fill_(self.epoch)
             self.check_peers(op, fingerprint, self.epoch)
-            self.posted_result = None
 
     def check(self, op: str) -> None:
         """Raise the error of a wait of this rank, on the host or in a kernel, or the damage to its guard bytes."""
@@ -210,8 +180,7 @@ class Workspace(CallMemory):
             breakers = self.breakers(self.record.epoch)
             last_words = {src: self._last_words(src) for src, kind in breakers.items() if kind == ENDED}
             self.error = self.record.error(failed, self.group_name, self.timeout_s, breakers, last_words)
-            self._retire_results()
-        found = (self.segment, self.layout, self.slot_bytes, self.rank, self.posted_result)
+        found = (self.segment, self.layout, self.slot_bytes, self.rank)
         if self.error is None and self.layout.guard_bytes > 0 and (damage := canaries.damage(*found)):
             self._give_up(OVERRUN, self.epoch)
             text = f"{op} on group {self.group_name!r}: {damage}. {RESET_FIRST}"
@@ -257,7 +226,8 @@ class Workspace(CallMemory):
         except PeerError:
             raise
         except BaseException as error:
-            self.abandon(op, error)
+            if not is_capturing(self.device):  # else no round has run, and the next capture is another one
+                self.abandon(op, error)
             raise
 
     def abandon(self, op: str, error: BaseException) -> None:
@@ -271,14 +241,8 @@ class Workspace(CallMemory):
     @outside_modes()
     def _give_up(self, kind: int, epoch: int) -> None:
         """Tell all ranks, without the native part: workspaces on GPUs need none."""
-        self._retire_results()
         for buffer in self.buffers:
             self._break(buffer, kind, epoch)
-
-    def _retire_results(self) -> None:
-        self.posted_result = None
-        if self.results is not None:
-            self.results.retire()
 
     def _break(self, buffer: Tensor, kind: int, epoch: int) -> None:
         address = self.layout.broken + 8 * self.rank
@@ -322,12 +286,6 @@ class Workspace(CallMemory):
         """Count a round, launched or captured into a graph. Kernels count the epoch when they run."""
         self.captured |= captured
         self.epoch += not captured
-
-    def side_stream(self) -> torch.cuda.Stream:
-        return self.streams[0]
-
-    def reading_stream(self) -> torch.cuda.Stream:
-        return self.streams[1]
 
     def epoch_on_device(self) -> int:
         """The rounds that have ended, also while later ones wait on the GPU."""
@@ -418,7 +376,6 @@ class Workspace(CallMemory):
             kind, bad = TIMED_OUT, missing
         else:
             kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
-        self._retire_results()
         self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
         for dst in range(self.group_size):
             self._signal_broken(dst, self.rank, kind, epoch)

@@ -27,7 +27,7 @@ def _register(spec: OpSpec) -> None:
     elif native is None:
         lib.impl(spec.name, partial(_autograd, formula), "Autograd")
     else:
-        made = native.register_autograd_kernel(f"fusedcomm::{spec.name}", partial(_autograd, formula), False, formula)
+        made = native.register_autograd_kernel(f"fusedcomm::{spec.name}", partial(_autograd, formula), formula)
         _native_kernels.append(made)
     keeps_dtype = (spec.is_plain and spec.num_results == 1) or spec.is_scaled
     for device_type in () if keeps_dtype else ("CPU", "CUDA"):

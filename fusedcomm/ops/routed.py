@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedcomm import env
 from fusedcomm.memory import dumps, exits, flight_recorder, group
 from fusedcomm.memory.call_memory import CallMemory
-from fusedcomm.memory.captures import WARM_UP, is_capturing
+from fusedcomm.memory.captures import WARM_UP, is_capturing, is_for_capture
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable, on_device
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.members import member
@@ -26,9 +26,9 @@ from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
 from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, ends_of, pack, packed_shape, sizes_of
-from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, InPlace, grouped_matmul, grouped_outer, weighed
+from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, BySlots, grouped_matmul, grouped_outer, weighed
 
-Way = Alone | ByCollective | InPlace | ByKernels
+Way = Alone | ByCollective | BySlots | ByKernels
 _GROUP = "int group_size, str group_name"
 SCHEMAS = {
     "moe_dispatch": "(Tensor x, Tensor expert_ids, int num_experts, int capacity, int alignment, "
@@ -71,6 +71,10 @@ def _call(
             record.state = flight_recorder.CHECKING
             check(_is_checked(t, ours.topology.check))
         algorithm, reason = _algorithm(op, t.dtype, t.device, slot_bytes, ours, proves=True)
+        if algorithm == "unfused" and is_for_capture(t.device):
+            raise RuntimeError(
+                f"{op} must run fused in a CUDA graph, got unfused, where the host reads counts: {reason}"
+            )
         if algorithm == "unfused" and reason != planner.FORCED:
             planner.log_fallback(op, reason)
         with nullcontext() if algorithm == "unfused" else ours.lock:
@@ -79,7 +83,8 @@ def _call(
             try:
                 workspace = None if algorithm == "unfused" else ours.workspace_for(slot_bytes, op, fingerprint)
                 kind = op, *(layout_of(each) if isinstance(each, Tensor) else each for each in args)
-                if workspace is not None and is_capturing(t.device) and (kind, workspace.slot_bytes) not in ours.loaded:
+                is_new = workspace is not None and not ours.loaded.has(kind, workspace.slot_bytes)
+                if is_new and is_capturing(t.device):
                     raise RuntimeError(f"{op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
             except WorkspaceUnavailable as error:
                 workspace, record.algorithm = None, "unfused"
@@ -91,12 +96,15 @@ def _call(
                 yield ByCollective(ours.memory)
                 return
             record.runs_on(workspace)
-            with ordered(workspace), workspace.guarded(op):
-                yield (ByKernels if algorithm == "fused" else InPlace)(workspace, op, fingerprint)
+            workspace.enter(op, fingerprint)  # by it a failure in a kernel names the op
+            try:
+                with ordered(workspace), workspace.guarded(op):
+                    yield (ByKernels if algorithm == "fused" else BySlots)(workspace, op, fingerprint)
+            finally:
+                if is_capturing(t.device):  # replays will move the epoch that plans count on the host
+                    ours.prepare_anew()
             if algorithm == "fused":
-                ours.loaded.add((kind, workspace.slot_bytes))
-            if is_capturing(t.device):  # replays will move the epoch that plans count on the host
-                ours.prepare_anew()
+                ours.loaded.add(kind, workspace.slot_bytes)
 
 
 def _is_checked(t: Tensor, asked: bool) -> bool:
@@ -180,7 +188,7 @@ def _dispatch(
             ids = ids.to(torch.int64)
             if x.is_cuda:  # nobody has looked at them
                 ids = ids.masked_fill((ids < 0) | (ids >= num_experts), -1)
-            counts = way.counts(counts_of(ids, num_experts), (capacity, h), x.dtype)
+            counts = way.counts(counts_of(ids, num_experts))
             packed = pack(ids, k, counts, rank, capacity, alignment)
             routing = Routing(packed, rank, size, ids.numel())
             rows, offsets = way.send(x, None, k, routing, capacity), routing.ends

@@ -19,7 +19,6 @@ from fusedcomm.plan.schedule import (
     Await,
     Base,
     Collective,
-    Condition,
     Copy,
     EndRound,
     Finish,
@@ -68,7 +67,6 @@ class Device(NamedTuple):
     """The facts of a group's devices that schedules depend on."""
 
     is_gpu: bool = False
-    has_heap: bool = False  # of results that peers write
     architecture: int = 0  # the key of the tables of tiles; 0 for Triton's interpreter
     triton: tuple[int, ...] = ()  # its version
     num_sms: int = 1
@@ -126,7 +124,6 @@ class Builder:
         self._slots = [self._base(Base.SLOT, owner, memory.usable_bytes) for owner in slots]
         layout = memory.layout
         self._segment = self._base(Base.SEGMENT, self.rank, layout.header_bytes + layout.num_slots * memory.slot_bytes)
-        self._posted = [self._base(Base.POSTED, owner, 1 << 50) for owner in slots]
         self._steps: list[Step] = []
         self._results: list[Result] = []
         self._temporaries: list[int] = []
@@ -134,7 +131,6 @@ class Builder:
         self._last: dict[Stream, int] = {}  # by stream: the event that covers all that is on it
         self._num_events = self._num_collectives = 0
         self._stream, self._lane = Stream.MAIN, ""
-        self._when: Condition | None = None
 
     # ---- memory
 
@@ -150,9 +146,8 @@ class Builder:
         self._bases[t.untyped_storage()._cdata] = base, index
         return t
 
-    def result(self, shape: Sequence[int], dtype: torch.dtype, *, posted: bool = False) -> Tensor:
-        """``posted``: peers may write it."""
-        self._results.append(Result(tuple(shape), dtype, posted))
+    def result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._results.append(Result(tuple(shape), dtype))
         return self._know(_stand_in(shape, dtype), Base.RESULT, len(self._results) - 1)
 
     def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -181,10 +176,6 @@ class Builder:
     def slots(self, dtype: torch.dtype) -> Tensor:
         """All of this rank's slots, flat."""
         return self._segment[self.memory.layout.header_bytes :].view(dtype)
-
-    def posted(self, dst_rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """The result of dst_rank in its heap, flat: there if `Test.POSTED` says so."""
-        return self._posted[dst_rank][: numel * dtype.itemsize].view(dtype)
 
     def place(self, t: Tensor) -> Place:
         base, index = self._bases[t.untyped_storage()._cdata]
@@ -216,7 +207,7 @@ class Builder:
     def add(self, work: Work) -> None:
         if not isinstance(work, EndRound):  # the host's alone
             self._last.pop(self._stream, None)
-        self._steps.append(Step(work, self._stream, self._lane, self._when))
+        self._steps.append(Step(work, self._stream, self._lane))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         if source.numel():
@@ -278,13 +269,6 @@ class Builder:
         before, self._lane = self._lane, f"{_LANES}{name}" + ("" if peer is None else f" rank {peer}")
         yield
         self._lane = before
-
-    @contextmanager
-    def when(self, condition: Condition | None) -> Iterator[None]:
-        assert self._when is None or condition is None, "steps have one condition"
-        before, self._when = self._when, condition or self._when
-        yield
-        self._when = before
 
     # ---- order between streams; none on CPUs, which have one
 

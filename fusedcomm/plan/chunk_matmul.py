@@ -200,21 +200,13 @@ def fills_runs(spans: ChunkSpans, place: Span) -> bool:
     return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 
 
-def fits(spans: RoundSpans, rank: int, dst_rank: int) -> bool:
-    """Whether the matmul of ``rank``, the own one, can write dst_rank's chunk to its place in the result."""
-    place = spans.landing(rank, dst_rank)
-    return place.outer == 1 or fills_runs(spans.at(dst_rank), place)
-
-
-def landing(spans: RoundSpans, rank: int, dst_rank: int, result: Tensor) -> Tensor:
-    """The place of the own chunk in dst_rank's result: a flat tensor, or its runs."""
-    place = spans.landing(rank, dst_rank).view(result.view(-1), 0, dst_rank)
-    return place[0] if place.shape[0] == 1 else place
-
-
 def own_place(spans: RoundSpans, rank: int, out: Tensor | None) -> Tensor | None:
     """The place of the own chunk in the result, flat or as runs; None if the matmul cannot write there."""
-    return None if out is None or not fits(spans, rank, rank) else landing(spans, rank, rank, out)
+    at = spans.at(rank)
+    if out is None or not (at.unpack.outer == 1 or fills_runs(at, at.unpack)):
+        return None
+    place = at.unpack.view(out.view(-1), 0, rank)
+    return place[0] if len(place) == 1 else place
 
 
 def _narrow(t: Tensor, dim: int, span: Span) -> Tensor:

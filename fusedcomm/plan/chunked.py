@@ -4,8 +4,7 @@ A push makes one matmul per peer, the next peer's first and the own chunk last. 
 first. Both make one matmul for all chunks where rows are few. Where the sums of a gather need float32, it makes one per
 round, beside the sends of the next.
 
-On a CPU a matmul writes into the peer's slot, or into the result that the peer has posted. On a GPU it writes staging
-memory, and copy engines send it: see `Moves`.
+On a CPU a matmul writes into the peer's slot. On a GPU it writes staging memory, and copy engines send it: see `Moves`.
 """
 
 import math
@@ -19,7 +18,7 @@ from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.rank_order import sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
-from fusedcomm.plan.moves import Arrival, Moves
+from fusedcomm.plan.moves import Moves
 from fusedcomm.plan.scaled_programs import gathered_matmul
 
 
@@ -30,7 +29,7 @@ def push_matmul(
     matmul = PushedMatmul(s, x, w, bias, exchange)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     moves = Moves(s, x.dtype, len(rounds))
-    out = moves.result(exchange.out_shape, out)
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in rounds:
         moves.push(spans, matmul, out)
         moves.unpack(spans, out, beside=spans is not rounds[-1])
@@ -58,7 +57,7 @@ def push_reduce(
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     moves = Moves(s, x.dtype, len(rounds))
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out  # not posted: sums are made of slots
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in rounds:
         moves.push(spans, matmul)
         moves.reduce(spans, out, bias, scale, residual=residual, norm=norm, beside=spans is not rounds[-1])
@@ -86,15 +85,15 @@ def push_reduce_gather(
     matmul = PushedMatmul(s, x, w, partial_bias, exchange)
     rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
     moves = Moves(s, x.dtype, len(rounds))
-    out = moves.result(exchange.out_shape, out)
+    out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = _own_block(s, exchange, out)
     own_residual = None if residual is None else own_part(s, exchange, residual)
     for spans in rounds:
         beside = spans is not rounds[-1]
         moves.push(spans, matmul)
         moves.reduce(spans, reduced, bias, scale, residual=own_residual, beside=beside)
-        moves.begin(spans, out)
-        moves.pack(spans, reduced, out)
+        moves.begin()
+        moves.pack(spans, reduced)
         beside |= norm is not None  # rows are normed beside the sends of others
         moves.unpack(spans, out, own=reduced, norm=norm, beside=beside)
     moves.end()
@@ -120,10 +119,10 @@ def gather_matmul(
         max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
     rounds = exchange.rounds(max_numel)
     moves = Moves(s, x.dtype, len(rounds))
-    gathered = moves.result(exchange.shape) if return_gathered or by_round or at_end else None
+    gathered = s.result(exchange.shape, x.dtype) if return_gathered or by_round or at_end else None
     for spans in rounds:
-        moves.begin(spans, gathered)
-        moves.pack(spans, x, gathered)
+        moves.begin()
+        moves.pack(spans, x)
         if gathered is not None and (by_round or at_end):
             moves.unpack(spans, gathered, own=x, beside=by_round and spans is not rounds[0])
             if by_round:
@@ -160,18 +159,16 @@ def _multiply_from(
     """Multiply src_rank's chunk once it is in ``gathered`` too. This rank's own is taken from x."""
     s, at = moves.s, spans.at(src_rank)
     if src_rank == s.rank:
-        arrivals: Sequence[Arrival] = [Arrival(at.pack.view(x.view(-1), 0, src_rank))]
+        chunk = at.pack.view(x.view(-1), 0, src_rank)
     else:
         moves.wait(src_rank)
-        arrivals = moves.arrivals(spans, src_rank, gathered)
-    for chunk, condition, is_in_place in arrivals:
-        with s.when(condition):
-            if gathered is not None and not is_in_place:
-                with s.lane("copy", src_rank):
-                    copy_between(s, at.unpack.view(gathered.view(-1), 0, src_rank), chunk)
-            for matmul in matmuls:
-                with s.lane("matmul", src_rank):
-                    matmul.multiply(spans, src_rank, chunk, gathered, first=src_rank == s.rank)
+        chunk = moves.chunk_from(spans, src_rank)
+    if gathered is not None:
+        with s.lane("copy", src_rank):
+            copy_between(s, at.unpack.view(gathered.view(-1), 0, src_rank), chunk)
+    for matmul in matmuls:
+        with s.lane("matmul", src_rank):
+            matmul.multiply(spans, src_rank, chunk, gathered, first=src_rank == s.rank)
 
 
 def results(s: Builder, exchange: Exchange, ws: Sequence[Operand]) -> list[Tensor]:

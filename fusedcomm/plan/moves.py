@@ -1,7 +1,6 @@
 """The chunks of `chunked` on their way: sends, signals, waits and copies out.
 
-A CPU has one stream. A matmul writes a chunk into the peer's slot, or into the result that the peer has posted. The
-peers come first; where one is late with its post, the own chunk does, and the peers get another look.
+A CPU has one stream. A matmul writes a chunk into the peer's slot; the own chunk comes last.
 
 A GPU has three streams, which meet by events only, so that a round's copies run beside the matmuls of the next:
 
@@ -16,30 +15,19 @@ a round waits for it: so none ends before all are sent.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder, Given, RmsNorm
-from fusedcomm.plan.call_plan import fingerprint_of
-from fusedcomm.plan.chunk_matmul import PushedMatmul, fits, landing, own_place
+from fusedcomm.plan.chunk_matmul import PushedMatmul, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
-from fusedcomm.plan.schedule import Ask, Condition, EndRound, Mark, Post, Signal, Stream, Test, Wait
+from fusedcomm.plan.schedule import EndRound, Signal, Stream, Wait
 
 MAIN, SENDS, READS = Stream
-
-
-class Arrival(NamedTuple):
-    """An arrived chunk: flat, or as runs in its place in the result."""
-
-    chunk: Tensor
-    condition: Condition | None = None
-    is_in_place: bool = False
 
 
 class Moves:
@@ -48,7 +36,6 @@ class Moves:
     def __init__(self, s: Builder, dtype: torch.dtype, num_rounds: int) -> None:
         self.s, self.dtype, self.rank = s, dtype, s.rank
         self.peers, self.sources = peers_of(s.rank, s.group_size), sources_of(s.rank, s.group_size)
-        self.posted: Tensor | None = None  # the result that peers may write, in its memory of this call
         self.staging: dict[int, Tensor] = {}  # by dst_rank: written by a matmul and read by a copy, in every round
         self.own: Tensor | None = None  # the chunk of this round that stays here, if it is read where it lies in x
         self.copied: dict[int, int] = {}  # by dst_rank: the event after which it may be written again
@@ -63,18 +50,8 @@ class Moves:
             self.s.join(MAIN, SENDS)
             self.s.join(MAIN, self.reads)
 
-    def result(self, shape: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """``out``, which may be anyone's memory, or a result that peers may write."""
-        if out is not None:
-            return out
-        is_posted = self.s.device.has_heap
-        made = self.s.result(shape, self.dtype, posted=is_posted)
-        if is_posted:
-            self.posted = made
-        return made
-
-    def begin(self, spans: RoundSpans, out: Tensor | None = None) -> None:
-        """Begin a round, before its first chunk is sent. ``out``: the tensor that its chunks are unpacked to."""
+    def begin(self) -> None:
+        """Begin a round, before its first chunk is sent."""
         s = self.s
         if s.device.is_gpu:
             with s.on(self.reads):  # where SMs have just become free, and before the first matmul: none holds it up
@@ -82,40 +59,23 @@ class Moves:
             s.join(SENDS, self.reads)
             if len(self.ended) == s.memory.layout.num_slots:
                 s.after(MAIN, self.ended[0])
-        elif out is not None and out is self.posted:
-            sources = range(s.group_size)
-            s.add(Post(s.place(out), tuple(_layout(spans.at(src).unpack.of(src)) for src in sources)))
 
     def push(self, spans: RoundSpans, matmul: PushedMatmul, out: Tensor | None = None) -> None:
         """Compute and send every dst_rank's chunk, the next rank's first."""
         s = self.s
-        self.begin(spans, out)
+        self.begin()
         matmul.begin(spans, self.rank)
         if s.device.is_gpu:
             self._push_staged(spans, matmul, out)
             return
         packed = matmul.packed(spans.at(self.rank), self.rank)
         self.own = packed[0] if packed is not None and len(packed) == 1 else None
-        own = own_place(spans, self.rank, out)
-        own = self._chunk(spans, self.rank) if own is None else own
-        late = None
-        if out is not None and out is self.posted:
-            s.add(Ask(Test.LATE))
-            late = Condition(Test.LATE, 0, True)
-            self._multiply(matmul, spans, self.rank, own, late)
         for dst_rank in self.peers[:-1]:
-            fitting = out if out is not None and fits(spans, self.rank, dst_rank) else None
-            if (place := self._ask(spans, dst_rank, fitting)) is not None:
-                posted = Condition(Test.POSTED, dst_rank, True)
-                self._multiply(matmul, spans, dst_rank, landing(spans, self.rank, dst_rank, place), posted)
-                with s.when(posted):
-                    s.add(Mark(dst_rank))
-                self._multiply(matmul, spans, dst_rank, self._chunk(spans, dst_rank), posted._replace(answer=False))
-            else:
-                self._multiply(matmul, spans, dst_rank, self._chunk(spans, dst_rank))
+            self._multiply(matmul, spans, dst_rank, self._chunk(spans, dst_rank))
             self._signal(dst_rank)
         if self.own is None:
-            self._multiply(matmul, spans, self.rank, own, late and late._replace(answer=False))
+            own = own_place(spans, self.rank, out)
+            self._multiply(matmul, spans, self.rank, self._chunk(spans, self.rank) if own is None else own)
 
     def _push_staged(self, spans: RoundSpans, matmul: PushedMatmul, out: Tensor | None) -> None:
         s = self.s
@@ -144,13 +104,11 @@ class Moves:
                 self.copied[dst_rank] = s.event(SENDS)
             self._signal(dst_rank)
 
-    def _multiply(
-        self, matmul: PushedMatmul, spans: RoundSpans, dst_rank: int, to: Tensor, when: Condition | None = None
-    ) -> None:
-        with self.s.when(when), self.s.lane("matmul", dst_rank):
+    def _multiply(self, matmul: PushedMatmul, spans: RoundSpans, dst_rank: int, to: Tensor) -> None:
+        with self.s.lane("matmul", dst_rank):
             matmul(spans.at(dst_rank), dst_rank, to)
 
-    def pack(self, spans: RoundSpans, packed: Tensor, out: Tensor | None, *, own: bool = False) -> None:
+    def pack(self, spans: RoundSpans, packed: Tensor, *, own: bool = False) -> None:
         """Send every peer its chunk of ``packed``. This rank's own chunk stays where it is, without ``own``."""
         s = self.s
         for dst_rank in self.peers if own else self.peers[:-1]:
@@ -159,27 +117,11 @@ class Moves:
                 if s.device.is_gpu:
                     with s.on(SENDS):
                         copy_runs(s, part, chunk)
-                elif (place := self._ask(spans, dst_rank, out)) is not None:
-                    posted = Condition(Test.POSTED, dst_rank, True)
-                    with s.when(posted):
-                        copy_between(s, spans.landing(self.rank, dst_rank).view(place, 0, dst_rank), chunk)
-                        s.add(Mark(dst_rank))
-                    with s.when(posted._replace(answer=False)):
-                        s.copy(part.view(chunk.shape), chunk)
                 else:
                     s.copy(part.view(chunk.shape), chunk)
             self._signal(dst_rank)
         if s.device.is_gpu and not own:
             self._signal(self.rank)
-
-    def _ask(self, spans: RoundSpans, dst_rank: int, out: Tensor | None) -> Tensor | None:
-        """The result that dst_rank may have posted in place of ``out``, flat."""
-        if out is None or out is not self.posted:
-            return None
-        numel = spans.unpacked_numel(dst_rank, out.numel())
-        layout = _layout(spans.landing(self.rank, dst_rank))
-        self.s.add(Ask(Test.POSTED, dst_rank, numel * self.dtype.itemsize, layout))
-        return self.s.posted(dst_rank, numel, self.dtype)
 
     def _signal(self, dst_rank: int) -> None:
         s = self.s
@@ -189,17 +131,9 @@ class Moves:
             else:
                 s.add(Signal(dst_rank))
 
-    def arrivals(self, spans: RoundSpans, src_rank: int, out: Tensor | None) -> list[Arrival]:
-        """The chunk from src_rank: in its place in ``out``, in the slot, or as a run finds it."""
-        slot = self.s.chunk(self.rank, src_rank, spans, self.dtype)
-        if out is None or out is not self.posted:
-            return [Arrival(slot)]
-        self.s.add(Ask(Test.MARKED, src_rank))
-        marked = Condition(Test.MARKED, src_rank, True)
-        return [
-            Arrival(_in_result(spans, src_rank, out), marked, is_in_place=True),
-            Arrival(slot, marked._replace(answer=False)),
-        ]
+    def chunk_from(self, spans: RoundSpans, src_rank: int) -> Tensor:
+        """src_rank's chunk in this rank's slot, flat."""
+        return self.s.chunk(self.rank, src_rank, spans, self.dtype)
 
     def wait(self, src_rank: int) -> None:
         """Wait for src_rank's chunk; it may be read only after this."""
@@ -230,10 +164,8 @@ class Moves:
                 copy_between(s, place, self._chunk(spans, rank))
         for src_rank in self.sources[1:]:
             self.wait(src_rank)
-            for chunk, condition, is_in_place in self.arrivals(spans, src_rank, out):
-                if not is_in_place:
-                    with s.when(condition), s.lane("copy", src_rank):
-                        copy_between(s, _in_result(spans, src_rank, out), chunk)
+            with s.lane("copy", src_rank):
+                copy_between(s, _in_result(spans, src_rank, out), self.chunk_from(spans, src_rank))
         s.add(EndRound())
 
     def _unpack_by_kernel(
@@ -260,7 +192,7 @@ class Moves:
         for src_rank in sources:
             if waits and src_rank != self.rank:
                 self.wait(src_rank)
-            copy_between(s, _in_result(spans, src_rank, out), s.chunk(self.rank, src_rank, spans, self.dtype))
+            copy_between(s, _in_result(spans, src_rank, out), self.chunk_from(spans, src_rank))
         s.join(self.reads, MAIN)  # a failure makes all of out NaN, also where MAIN reads
         launches.finish(s, out, end_round=True)
 
@@ -289,7 +221,7 @@ class Moves:
             return
         for src_rank in self.sources[1:]:
             self.wait(src_rank)
-        parts = [self.s.chunk(self.rank, src_rank, spans, self.dtype) for src_rank in range(s.group_size)]
+        parts = [self.chunk_from(spans, src_rank) for src_rank in range(s.group_size)]
         if self.own is not None:
             parts[self.rank] = self.own
         own = spans.at(self.rank).pack
@@ -327,11 +259,6 @@ class Moves:
     def _chunk(self, spans: RoundSpans, dst_rank: int) -> Tensor:
         """This rank's chunk in dst_rank's slot."""
         return self.s.chunk(dst_rank, self.rank, spans, self.dtype)
-
-
-def _layout(place: Span) -> int:
-    """Ranks of one wire may want other final layouts: in place is written where sender and receiver mean one place."""
-    return fingerprint_of(*place)
 
 
 def _in_result(spans: RoundSpans, src_rank: int, out: Tensor) -> Tensor:

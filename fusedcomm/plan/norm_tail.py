@@ -118,8 +118,8 @@ def _one_shot(
                 launches.reduce(s, out, spans, bias, 1.0, residual=residual, norm=norm, beside=True)
             s.add(EndRound(by_kernel=True))
             continue
-        moves.begin(spans)
-        moves.pack(spans, terms, None, own=s.device.is_gpu)
+        moves.begin()
+        moves.pack(spans, terms, own=s.device.is_gpu)
         if not s.device.is_gpu:
             moves.own = spans.at(s.rank).pack.view(terms.view(-1), 0, s.rank).view(-1)
         moves.reduce(spans, out, bias, 1.0, residual=residual, norm=norm, beside=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,11 +33,10 @@ def push(
     out_dtype: torch.dtype,
     fast: bool,
     **facts: Hashable,
-) -> Tensor:
+) -> Any:
     """``program`` on ``x * scale_x`` and ``w * scale_w``, in float32; what is sent is of out_dtype."""
     operands = (Scaled(t, scale, out_dtype, fast=fast) for t, scale in zip((x, w), scales, strict=True))
-    made: Tensor = program(s, exchange, *operands, *others, **facts)
-    return made
+    return program(s, exchange, *operands, *others, **facts)
 
 
 def gather(

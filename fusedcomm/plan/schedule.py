@@ -20,8 +20,7 @@ class Base(IntEnum):
     RESULT = 1  # memory made for a result
     TEMPORARY = 2  # memory of the call alone
     SLOT = 3  # the slot of this round in a rank's segment
-    POSTED = 4  # the result that a peer has posted in this round
-    SEGMENT = 5  # a rank's whole segment
+    SEGMENT = 4  # a rank's whole segment
 
 
 class Stream(IntEnum):
@@ -43,16 +42,6 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         shape = "x".join(map(str, self.sizes))
         return f"{self.base.name.lower()} {self.number}+{self.offset}[{shape}]"
-
-
-class Test(IntEnum):
-    """A question of a run: its answer differs from run to run."""
-
-    __test__ = False  # for pytest
-
-    LATE = 0  # whether a peer has not posted its result yet
-    POSTED = 1  # whether ``rank`` has posted a result of this size and ``layout`` that this rank can write
-    MARKED = 2  # whether ``rank`` has written this rank's result in this round
 
 
 @dataclass(frozen=True)
@@ -139,33 +128,6 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Post:
-    """Tells all peers where in this rank's heap the result is, if it is there. ``layouts``: by src_rank, 24 bits each,
-    of its chunk in the result.
-    """
-
-    result: Place
-    layouts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Answers a `Test` anew, for the steps behind it with a condition on it."""
-
-    test: Test
-    rank: int = 0
-    num_bytes: int = 0
-    layout: int = 0
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Tells dst_rank that its chunk is in its result, not in the slot."""
-
-    dst_rank: int
-
-
-@dataclass(frozen=True)
 class Launch:
     """A Triton kernel. ``arguments``: Places, `Described`, `Table`, `Fingerprint`, and values equal in all runs."""
 
@@ -216,40 +178,25 @@ class EndRound:
     by_kernel: bool = False
 
 
-Moves = Copy | Collective | Finish | Signal | Wait | Post | Ask | Mark
+Moves = Copy | Collective | Finish | Signal | Wait
 Work = Moves | Multiply | Update | Reduce | Norm | Launch | Record | Await | EndRound
-
-
-class Condition(NamedTuple):
-    """The last answer to a Test about ``rank``."""
-
-    test: Test
-    rank: int
-    answer: bool
 
 
 class Step(NamedTuple):
     work: Work
     stream: Stream = Stream.MAIN
     lane: str = ""  # of a profiler's trace
-    when: Condition | None = None
 
     def __str__(self) -> str:
         parts = [f"{each.name}={_text(getattr(self.work, each.name))}" for each in fields(self.work)]
-        when = (
-            ""
-            if self.when is None
-            else f"  if {'' if self.when.answer else 'not '}{self.when.test.name} {self.when.rank}"
-        )
-        return f"{self.stream.name:5}  {type(self.work).__name__:8}  {', '.join(parts)}{when}"
+        return f"{self.stream.name:5}  {type(self.work).__name__:8}  {', '.join(parts)}"
 
 
 class Result(NamedTuple):
-    """Memory for a result. ``posted``: peers write it, if it is in this rank's heap."""
+    """Memory for a result."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    posted: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,14 @@ from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory.launch_order import order_of
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import (
-    Ask,
     Await,
     Base,
     Copy,
     EndRound,
     Launch,
-    Mark,
     Multiply,
     Norm,
     Place,
-    Post,
     Record,
     Reduce,
     Schedule,
@@ -28,15 +25,12 @@ from fusedcomm.plan.schedule import (
 from fusedcomm.run.packing import NotPackableError, pack
 from fusedcomm.run.scaled_matmul import torch_can
 
-_ALWAYS = (0, 0, -1)
-
 
 def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Sequence[int]) -> Any:
     """``numbers``: of each input among the op's tensor arguments, -1 for one that is not there. On GPUs the schedule
     has run, so that its kernels are compiled and loaded.
     """
     plan = loaded().Plan(
-        workspace.group_size,
         workspace.device,
         workspace.streams,
         order_of(workspace) if workspace.device.type == "cuda" else None,
@@ -63,9 +57,8 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Se
     return plan
 
 
-def _facts(step: Step) -> tuple[str, int, tuple[int, int, int]]:
-    when = _ALWAYS if step.when is None else (int(step.when.test), step.when.rank, int(step.when.answer))
-    return step.lane, int(step.stream), when
+def _facts(step: Step) -> tuple[str, int]:
+    return step.lane, int(step.stream)
 
 
 def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
@@ -83,16 +76,10 @@ def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
             plan.reduce(facts, places(work.out, *work.parts, work.bias), work.bias is not None, work.scale != 1)
         case Norm():
             plan.norm(facts, places(work.out, work.x, work.weight), work.weight is not None, work.eps)
-        case Post():
-            plan.post(facts, places(work.result), work.layouts)
-        case Ask():
-            plan.ask(facts, int(work.test), work.rank, work.num_bytes, work.layout)
         case Signal():
             plan.with_number(facts, native.SIGNAL, work.dst_rank)
         case Wait():
             plan.with_number(facts, native.WAIT, work.src_rank)
-        case Mark():
-            plan.with_number(facts, native.MARK, work.dst_rank)
         case Record():
             plan.with_number(facts, native.RECORD, work.event)
         case Await():

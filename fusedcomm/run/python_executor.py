@@ -13,7 +13,6 @@ from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import (
-    Ask,
     Await,
     Base,
     Collective,
@@ -21,17 +20,14 @@ from fusedcomm.plan.schedule import (
     EndRound,
     Finish,
     Launch,
-    Mark,
     Multiply,
     Norm,
     Place,
-    Post,
     Record,
     Reduce,
     Schedule,
     Signal,
     Stream,
-    Test,
     Update,
     Wait,
 )
@@ -64,20 +60,16 @@ class Execution:
         self.schedule, self.memory, self.inputs = schedule, memory, inputs
         self.workspace = cast(Workspace, memory)  # the steps of slots and flags are in schedules for a workspace alone
         self.op, self.fingerprint = op, fingerprint
-        self.results = [self._result(*each) for each in schedule.results]
+        self.results = [memory.empty(*each) for each in schedule.results]
         device = memory.device
         self.temporaries = torch.empty(schedule.temporary_bytes, dtype=torch.uint8, device=device)
-        self.answers: dict[tuple[Test, int], bool] = {}
-        self.posted: dict[int, Tensor] = {}  # by rank: the result that it has posted in this round
-        self.has_posted = False
         self.collectives: dict[int, Callable[[], object]] = {}  # under way: the wait for each
         self.events: dict[int, torch.cuda.Event] = {}
         self.streams: dict[Stream, torch.cuda.Stream] = {}
         if device.type == "cuda":
             self.streams[Stream.MAIN] = torch.cuda.current_stream(device)
             for stream in {step.stream for step in schedule.steps} - {Stream.MAIN}:
-                own = self.workspace
-                self.streams[stream] = own.side_stream() if stream == Stream.SENDS else own.reading_stream()
+                self.streams[stream] = self.workspace.streams[stream - 1]
 
     @property
     def epoch(self) -> int:
@@ -87,8 +79,6 @@ class Execution:
         with ExitStack() as lane:
             name = ""
             for step in self.schedule.steps:
-                if step.when is not None and self.answers[step.when[:2]] != step.when.answer:
-                    continue
                 if step.lane != name:
                     lane.close()
                     name = step.lane
@@ -131,12 +121,6 @@ class Execution:
                 self._signal(work.dst_rank, stream)
             case Wait():
                 self.workspace.wait(work.src_rank, self.epoch, self.op, self.fingerprint)
-            case Post():
-                self.has_posted = self.workspace.post(self.tensor(work.result), work.layouts, self.fingerprint)
-            case Ask():
-                self.answers[work.test, work.rank] = self._answer(work)
-            case Mark():
-                self.workspace.posts.mark(work.dst_rank, self.epoch)
             case Launch():
                 launch(work, self.workspace, self.fingerprint, self.tensor)
             case Record():
@@ -173,11 +157,7 @@ class Execution:
                 return self.results[place.number]
             case Base.TEMPORARY:
                 return self.temporaries
-            case Base.POSTED:
-                return self.posted[place.number]
-            case Base.SLOT:
-                return self.workspace.buffers[place.number]
-            case Base.SEGMENT:
+            case Base.SLOT | Base.SEGMENT:
                 return self.workspace.buffers[place.number]
 
     def _optional(self, place: Place | None) -> Tensor | None:
@@ -190,29 +170,12 @@ class Execution:
             self.workspace.signal(dst_rank, self.epoch, self.fingerprint)
 
     def _end_round(self, by_kernel: bool) -> None:
-        self.has_posted = False
         if not by_kernel:
             self.workspace.end_round(self.op, self.fingerprint)
             return
         self.workspace.launched(captured=is_capturing(self.workspace.device))
         if not self.streams:  # kernels in Triton's interpreter
             self.workspace.check(self.op)
-
-    def _answer(self, ask: Ask) -> bool:
-        workspace = self.workspace
-        match ask.test:
-            case Test.LATE:
-                return self.has_posted and workspace.posts.is_peer_late(self.epoch)
-            case Test.POSTED:
-                found = workspace.posted(ask.rank, ask.num_bytes, ask.layout, self.fingerprint)
-                if found is not None:
-                    self.posted[ask.rank] = found
-                return found is not None
-            case Test.MARKED:
-                return workspace.posts.is_marked(ask.rank, self.epoch)
-
-    def _result(self, shape: Sequence[int], dtype: torch.dtype, posted: bool) -> Tensor:
-        return self.memory.empty(shape, dtype, posted=posted)
 
     def _on(self, stream: Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self.streams[stream]) if self.streams and stream != Stream.MAIN else nullcontext()

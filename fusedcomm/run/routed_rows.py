@@ -2,10 +2,10 @@
 or by kernels.
 
 In symmetric memory a dispatch takes two rounds. In the first every rank tells its counts; in the second it writes each
-row where it belongs on the expert's rank: in the result, if that rank has posted it, or in the slot. A combine takes
-one: a rank's rows go to its own slot, and the owners of tokens read them there; by kernels they go to the owners' slots
-wherever all of these have room. So a slot needs room for ``capacity`` rows, whatever the number of tokens, which ranks
-do not know of each other. Reads of peers' slots, as those of the own one, end before the round does.
+row where it belongs in the slot of the expert's rank. A combine takes one: a rank's rows go to its own slot, and the
+owners of tokens read them there; by kernels they go to the owners' slots wherever all of these have room. So a slot
+needs room for ``capacity`` rows, whatever the number of tokens, which ranks do not know of each other. Reads of peers'
+slots, as those of the own one, end before the round does.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from fusedcomm.memory import group
 from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.memory.captures import is_for_capture
 from fusedcomm.memory.outside_modes import outside_modes
+from fusedcomm.memory.topology import architecture
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import builder, routed_rounds
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
@@ -34,7 +36,7 @@ class Alone:
     def __init__(self, memory: CallMemory) -> None:
         self.memory = memory
 
-    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def counts(self, own: Tensor) -> Tensor:
         return own[None]
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
@@ -58,8 +60,8 @@ class ByCollective:
     def __init__(self, memory: CallMemory) -> None:
         self.memory, self.ranks = memory, range(memory.group_size)
 
-    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Every rank's counts, [R, E]. ``rows``: the shape of the result that follows."""
+    def counts(self, own: Tensor) -> Tensor:
+        """Every rank's counts, [R, E]."""
         found = own.new_empty(self.memory.group_size, *own.shape)
         dist.all_gather([*found], own, group=group.find(self.memory.group_name))
         return found
@@ -70,7 +72,7 @@ class ByCollective:
         slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing)])
         sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
         received = self._exchange(sent, routing, back=False)
-        rows = self.memory.empty((capacity, x.shape[1]), x.dtype, posted=False)
+        rows = self.memory.empty((capacity, x.shape[1]), x.dtype)
         at = 0
         for run in (run for src in self.ranks for run in routing.runs(src, rank)):
             rows[run.row :][: run.num] = received[at : at + run.num]
@@ -102,7 +104,7 @@ class ByCollective:
 
 class ByKernels:
     """``fused``: the host knows no count, waits for nothing, and a CUDA graph can hold calls. ``workspace``: as in
-    `InPlace`.
+    `BySlots`.
     """
 
     def __init__(self, workspace: Workspace, op: str, fingerprint: int) -> None:
@@ -141,7 +143,7 @@ def _schedule(program: Any, workspace: Workspace, layouts: Any, facts: dict[str,
     return s.finish(*program(s, *s.inputs, **facts))
 
 
-class InPlace:
+class BySlots:
     """Symmetric memory. ``workspace``: entered and guarded by the caller, with slots that are large enough."""
 
     def __init__(self, workspace: Workspace, op: str, fingerprint: int) -> None:
@@ -150,15 +152,9 @@ class InPlace:
         self.rank, self.group_size = workspace.rank, workspace.group_size
         self.peers = [rank for rank in peers_of(self.rank, self.group_size) if rank != self.rank]
         self.sources = [rank for rank in sources_of(self.rank, self.group_size) if rank != self.rank]
-        self.result: Tensor | None = None
-        self.posted: dict[int, Tensor] = {}  # by rank: the result that it has posted
 
-    def counts(self, own: Tensor, rows: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Every rank's counts, [R, E]. Peers that look find this rank's result with them."""
-        workspace = self.workspace
-        self.result = workspace.empty(rows, dtype, posted=True)
-        if workspace.results is not None:
-            workspace.post(self.result, [0] * self.group_size, self.fingerprint)
+    def counts(self, own: Tensor) -> Tensor:
+        """Every rank's counts, [R, E]."""
         for dst in self.peers:
             self._slot(dst, (self.group_size, *own.shape), own.dtype)[self.rank] = own
             self._signal(dst)
@@ -166,26 +162,14 @@ class InPlace:
         for src in self.sources:
             self._wait(src)
             found[src] = self._slot(self.rank, found.shape, own.dtype)[src]
-            if workspace.results is not None:  # it has posted before its signal, and posts again after its next ones
-                posted = workspace.posted(src, self.result.nbytes, 0, self.fingerprint)
-                if posted is not None:
-                    self.posted[src] = posted.view(dtype).view(rows)
-        guarded = workspace.posted_result
-        workspace.end_round(self.op, self.fingerprint)
-        workspace.posted_result = guarded  # which peers write in the next round
+        self.workspace.end_round(self.op, self.fingerprint)
         return found
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
-        shape, dtype, workspace = (capacity, x.shape[1]), x.dtype, self.workspace
-        rows = self.result
-        if rows is None:
-            rows = workspace.empty(shape, dtype, posted=False)
+        shape, dtype = (capacity, x.shape[1]), x.dtype
+        rows = self.workspace.empty(shape, dtype)
         for dst in (*self.peers, self.rank):
-            to = rows if dst == self.rank else self.posted.get(dst)
-            if to is None:
-                to = self._slot(dst, shape, dtype)
-            elif dst != self.rank:
-                workspace.posts.mark(dst, workspace.epoch + 1)
+            to = rows if dst == self.rank else self._slot(dst, shape, dtype)
             for run in routing.runs(self.rank, dst):
                 slots = routing.slots(run)
                 tokens = slots.div(k, rounding_mode="floor")
@@ -199,10 +183,9 @@ class InPlace:
         slot = self._slot(self.rank, shape, dtype)
         for src in self.sources:
             self._wait(src)
-            if self.result is None or not workspace.posts.is_marked(src, workspace.epoch + 1):
-                for run in routing.runs(src, self.rank):
-                    rows[run.row :][: run.num] = slot[run.row :][: run.num]
-        workspace.end_round(self.op, self.fingerprint)
+            for run in routing.runs(src, self.rank):
+                rows[run.row :][: run.num] = slot[run.row :][: run.num]
+        self.workspace.end_round(self.op, self.fingerprint)
         return rows
 
     def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
@@ -242,7 +225,7 @@ def weighed(received: Tensor, scores: Tensor | None, memory: CallMemory) -> Tens
     """[T, N]: ``received`` [T, k, N] times scores [T, k], added in float32 in the order of k, rounded once."""
     wide = torch.promote_types(received.dtype, torch.float32)
     num_tokens, k, n = received.shape
-    total = memory.empty((num_tokens, n), wide, posted=False)
+    total = memory.empty((num_tokens, n), wide)
     for choice in range(k):
         addend = received[:, choice]
         if scores is not None:
@@ -257,8 +240,9 @@ def weighed(received: Tensor, scores: Tensor | None, memory: CallMemory) -> Tens
 
 def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
     """[rows, N]: each group of rows of ``h`` [rows, K] times its w of [E, K, N]; zero behind the last end."""
-    if h.is_cuda:
-        found = torch.nn.functional.grouped_mm(h, w, offs=ends)
+    if _torch_takes(h, w):
+        w = w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
+        found = torch.nn.functional.grouped_mm(h.contiguous(), w, offs=ends)
         is_row = torch.arange(h.shape[0], device=h.device) < ends[-1]
         return found.masked_fill(~is_row[:, None], 0)
     out = h.new_empty(h.shape[0], w.shape[2]) if out is None else out
@@ -272,14 +256,28 @@ def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None
 
 def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """[E, K, N]: ``a.mT @ b`` of each group of rows, of a [rows, K] and b [rows, N]."""
-    if a.is_cuda:
-        return torch.nn.functional.grouped_mm(a.mT, b, offs=ends)
+    if _torch_takes(a, b):
+        return torch.nn.functional.grouped_mm(a.contiguous().mT, b.contiguous(), offs=ends)
     out = a.new_empty(ends.numel(), a.shape[1], b.shape[1])
     begin = 0
     for each, end in zip(out, ends.tolist(), strict=True):
         torch.mm(a[begin:end].mT, b[begin:end], out=each)
         begin = end
     return out
+
+
+def _torch_takes(a: Tensor, b: Tensor) -> bool:
+    """Whether torch's grouped_mm multiplies on a's device; the host's loop reads where groups end."""
+    if not a.is_cuda:
+        return False
+    steps = [size * a.itemsize for size in (*a.shape[1:], *b.shape[1:])]
+    takes = a.dtype != torch.float64 and not any(step % 16 for step in steps)
+    if is_for_capture(a.device) and not (takes and a.dtype == torch.bfloat16 and architecture(a.device) >= 90):
+        raise RuntimeError(
+            "a grouped matmul in a CUDA graph must be of bfloat16 on sm_90 or newer, with rows of multiples of 16 bytes"
+            f": torch reads where groups end on the host otherwise; got {a.dtype}, {[*a.shape]} and {[*b.shape]}"
+        )
+    return takes
 
 
 def _times_scores(rows: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
@@ -297,5 +295,5 @@ def _without_gaps(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _missing_zero(memory: CallMemory, routing: Routing, rows: Tensor) -> Tensor:
-    found = memory.empty((routing.order.numel(), rows.shape[1]), rows.dtype, posted=False)
+    found = memory.empty((routing.order.numel(), rows.shape[1]), rows.dtype)
     return found.index_fill_(0, routing.slots(), 0)

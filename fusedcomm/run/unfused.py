@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.memory.call_memory import CallMemory
+from fusedcomm.plan import scaled_programs
 from fusedcomm.plan.builder import Given
 from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.cost import model
@@ -24,7 +25,7 @@ def program_of(name: str) -> Callable[..., list[Tensor]]:
     if name == "scaled_gather_matmul":
         return _scaled_gather
     if name.startswith("scaled_"):
-        return partial(_scaled_push, globals()[name.removeprefix("scaled_")])
+        return partial(scaled_programs.push, globals()[name.removeprefix("scaled_")])
     program: Callable[..., list[Tensor]] = globals()[name]
     return program
 
@@ -137,22 +138,6 @@ def pads(kind: str, cut: Cut | None, outer_numel: int, t: Tensor) -> bool:
     if cut is None or cut.is_symbolic or isinstance(outer_numel, torch.SymInt):
         return False  # a graph that is for many sizes gets no guard of its own for them
     return model.pads(kind, cut, outer_numel * t.element_size(), t.device.type)
-
-
-def _scaled_push(
-    program: Callable[..., list[Tensor]],
-    s: CallMemory,
-    exchange: Exchange,
-    x: Tensor,
-    w: Tensor,
-    scales: Sequence[Tensor],
-    *others: Given,
-    out_dtype: torch.dtype,
-    fast: bool,
-    **facts: Any,
-) -> list[Tensor]:
-    operands = (Scaled(t, scale, out_dtype, fast=fast) for t, scale in zip((x, w), scales, strict=True))
-    return program(s, exchange, *operands, *others, **facts)
 
 
 def _scaled_gather(

@@ -30,7 +30,6 @@ class BoundedStore {
   // A call that has not returned by the deadline throws DistStoreError.
   void set_deadline(Clock::time_point deadline) { deadline_ = deadline; }
 
-  std::chrono::milliseconds timeout() const { return store_->getTimeout(); }
   void set(const std::string& key, const std::string& value) const {
     run([key, value](c10d::Store& store) { store.set(key, value); });
   }

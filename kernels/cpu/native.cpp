@@ -13,7 +13,6 @@ namespace py = pybind11;
 namespace fusedcomm {
 
 void register_symmetric_memory();            // symmetric_memory.cpp
-void bind_results_heap(py::module_ module);  // results_heap.cpp
 void bind_op_kernels(py::module_& module);   // op_kernels.cpp
 void bind_direct_calls(py::module_& module);  // direct_calls.cpp
 
@@ -38,7 +37,7 @@ void check_torch() {
 PYBIND11_MODULE(native, m) {
   using namespace fusedcomm;
   check_torch();
-  m.doc() = "Words and results in shared memory, the CPU backend of torch symmetric memory, and prepared calls.";
+  m.doc() = "Words in shared memory, the CPU backend of torch symmetric memory, and prepared calls.";
   m.attr("SOURCES") = FUSEDCOMM_SOURCES;  // kernels/cpu/sources.py
 
   m.def(
@@ -88,7 +87,6 @@ PYBIND11_MODULE(native, m) {
       },
       "Make this the CPU backend of torch symmetric memory.");
 
-  bind_results_heap(m);
   bind_op_kernels(m);
   bind_direct_calls(m);
 }

@@ -147,8 +147,8 @@ class OpKernel final : public c10::OperatorKernel {
 // autograd's graph here, where that is all there is to do, and in Python's kernel if not.
 class AutogradKernel final : public c10::OperatorKernel {
  public:
-  AutogradKernel(const c10::OperatorHandle& op, py::object kernel, bool takes_keyset, py::object formula)
-      : kernel_(std::move(kernel)), takes_keyset_(takes_keyset), training_(op, std::move(formula)) {}
+  AutogradKernel(const c10::OperatorHandle& op, py::object kernel, py::object formula)
+      : kernel_(std::move(kernel)), training_(op, std::move(formula)) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
     const size_t first = stack->size() - op.schema().arguments().size();
@@ -165,7 +165,7 @@ class AutogradKernel final : public c10::OperatorKernel {
     }
     if (!has_tangent && training_.run(op, keys, *stack)) return;
     call_python(op, *stack, [&](const py::tuple& args, const py::dict& kwargs) {
-      return takes_keyset_ ? kernel_.get()(keys, *args, **kwargs) : kernel_.get()(*args, **kwargs);
+      return kernel_.get()(*args, **kwargs);
     });
   }
 
@@ -179,7 +179,6 @@ class AutogradKernel final : public c10::OperatorKernel {
   }
 
   PythonObject kernel_;
-  bool takes_keyset_;
   TrainingCalls training_;
 };
 
@@ -222,13 +221,13 @@ void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared
   calls.add(key, std::move(call));
 }
 
-Segments segments_of(int64_t rank, const std::vector<at::Tensor>& segments, const std::array<int64_t, 6>& offsets,
-                     int64_t slot_bytes, std::shared_ptr<ResultsHeap> results) {
+Segments segments_of(int64_t rank, const std::vector<at::Tensor>& segments, const std::array<int64_t, 4>& offsets,
+                     int64_t slot_bytes) {
   std::vector<c10::Storage> storages;
   for (const auto& each : segments) storages.push_back(each.storage());
-  const auto [flags, broken, epoch_word, posts, marks, slots] = offsets;
-  return {rank, static_cast<int64_t>(segments.size()), std::move(storages), flags, broken, epoch_word, posts, marks, slots,
-          slot_bytes, std::move(results)};
+  const auto [flags, broken, epoch_word, slots] = offsets;
+  return {rank, static_cast<int64_t>(segments.size()), std::move(storages), flags, broken, epoch_word, slots,
+          slot_bytes};
 }
 
 void begin_calls(PreparedCalls& calls, int64_t resets, const Segments& segments, uintptr_t epoch, uintptr_t error_record) {
@@ -260,18 +259,11 @@ void bind_op_kernels(py::module_& m) {
       .def("__exit__", [](CallLock& lock, const py::args&) { lock.unlock(); });
 
   m.attr("NUM_SLOTS") = kNumSlots;
-  m.attr("POST_BYTES") = kPostBytes;
 
   bind_plans(m);
 
-  py::class_<Segments>(m, "Segments", "Where things lie in the segments of a group, and the words on results in place.")
-      .def(py::init(&segments_of))
-      .def("post", &Segments::post, "Tell the peers where a round's result is; False where they cannot write it there.")
-      .def("is_peer_late", &Segments::is_peer_late, "Whether a peer has not posted in this round yet.")
-      .def("posted", &Segments::posted, py::call_guard<py::gil_scoped_release>(),
-           "Where a peer's result of this size and stamp begins in its heap, or None where this rank may not write it.")
-      .def("mark", &Segments::mark, "Tell dst_rank that its chunk is in its result.")
-      .def("is_marked", &Segments::is_marked, "Whether src_rank has written this rank's result in this round.");
+  py::class_<Segments>(m, "Segments", "Where things lie in the segments of a group.")
+      .def(py::init(&segments_of));
 
   py::class_<PreparedCalls, std::shared_ptr<PreparedCalls>>(m, "PreparedCalls", "A group's calls that have plans.")
       .def(py::init([](const std::string& group_name, c10::Device device, std::shared_ptr<CallLock> lock,
@@ -297,10 +289,10 @@ void bind_op_kernels(py::module_& m) {
     return register_kernel(handle, on_gpu ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU,
                            std::make_unique<OpKernel>(++num_kernels, handle, std::move(kernel), std::move(record)));
   });
-  m.def("register_autograd_kernel", [](const std::string& op, py::object kernel, bool takes_keyset, py::object formula) {
+  m.def("register_autograd_kernel", [](const std::string& op, py::object kernel, py::object formula) {
     const auto handle = find_op(op, "");
     return register_kernel(handle, c10::DispatchKey::Autograd,
-                           std::make_unique<AutogradKernel>(handle, std::move(kernel), takes_keyset, std::move(formula)));
+                           std::make_unique<AutogradKernel>(handle, std::move(kernel), std::move(formula)));
   });
   m.def("set_warm_ups", [](int64_t number) { num_warm_ups = number; });
   m.def("set_forced_algorithm", [](int64_t number) { forced_algorithm = number; });

@@ -39,7 +39,7 @@ void multiply(at::Tensor& out, const at::Tensor& x, const at::Tensor& w, const a
   }
 }
 
-// As fusedcomm.run.sums.add_in_order.
+// As fusedcomm.run.add_in_order.
 void add_in_order(at::Tensor& out, const std::vector<at::Tensor>& parts, const at::Tensor* bias, bool averages) {
   const bool plain = bias == nullptr && !averages;
   if (plain && parts.size() == 1) {
@@ -76,15 +76,14 @@ bool is_one_run(const Place& place) {
 class Plan::Run {
  public:
   Run(Plan& plan, const std::vector<at::Tensor>& inputs, Rounds& rounds)
-      : plan_(plan), inputs_(inputs), rounds_(rounds), posted_(static_cast<size_t>(plan.group_size_)),
-        answers_(3 * static_cast<size_t>(plan.group_size_)) {
+      : plan_(plan), inputs_(inputs), rounds_(rounds) {
     const auto& [device, streams, order] = plan.device_;
     if (!device.is_cpu()) {
       guard_.emplace(device);
       streams_.emplace(device, streams, plan.events_);
     }
     for (const Result& each : plan.results_) {
-      results_.push_back(device.is_cpu() ? rounds.empty(each.shape, each.dtype, each.posted)
+      results_.push_back(device.is_cpu() ? Rounds::empty(each.shape, each.dtype)
                                          : at::empty(each.shape, at::TensorOptions(device).dtype(each.dtype)));
     }
     if (plan.temporary_bytes_ > 0) {
@@ -130,7 +129,6 @@ class Plan::Run {
  private:
   void in_order() {
     for (Step& each : plan_.steps_) {
-      if (each.condition >= 0 && answers_[static_cast<size_t>(each.condition)] != each.if_so) continue;
       if (each.lane != lane_) enter(each.lane);
       (*this)(each);
     }
@@ -151,8 +149,6 @@ class Plan::Run {
         return {&temporaries_.storage(), plan_.temporaries_[index] + place.offset};
       case Place::kSlot:
         return {&rounds_.storage(place.index), rounds_.slot_offset() + place.offset};
-      case Place::kPosted:
-        return {&rounds_.heap(place.index), posted_[index] + place.offset};
       case Place::kSegment:
         return {&rounds_.storage(place.index), place.offset};
     }
@@ -184,12 +180,6 @@ class Plan::Run {
         return signal(step);
       case Step::kWait:
         return rounds_.wait(step.rank);
-      case Step::kPost:
-        return rounds_.post(tensor(step.places[0]), step.layouts);
-      case Step::kAsk:
-        return ask(step);
-      case Step::kMark:
-        return rounds_.mark_in_place(step.rank);
       case Step::kEndRound:
         return streams_ ? rounds_.count() : rounds_.end();
     }
@@ -246,19 +236,6 @@ class Plan::Run {
     rms_norm(out, x, step.has_bias ? &weight : nullptr, step.eps);
   }
 
-  void ask(const Step& step) {
-    bool answer = false;
-    if (step.test == Step::kLate) {
-      answer = rounds_.is_peer_late();
-    } else if (step.test == Step::kMarked) {
-      answer = rounds_.is_in_place(step.rank);
-    } else if (const auto place = rounds_.posted(step.rank, step.num_bytes, step.layouts.front())) {
-      posted_[static_cast<size_t>(step.rank)] = *place;
-      answer = true;
-    }
-    answers_[static_cast<size_t>(step.test * plan_.group_size_ + step.rank)] = answer;
-  }
-
   at::Tensor in_slot(Place& place) {
     at::Tensor& cached = place.in_slots[static_cast<size_t>(rounds_.slot())];
     if (!cached.defined()) {
@@ -285,21 +262,16 @@ class Plan::Run {
   at::Tensor temporaries_;
   std::optional<c10::DeviceGuard> guard_;
   std::optional<Streams> streams_;  // of a GPU
-  std::vector<int64_t> posted_;  // by rank: where the result begins in its heap
-  std::vector<bool> answers_;    // by test and rank
   size_t lane_ = 0;
   std::optional<at::RecordFunction> range_;  // where somebody profiles
 };
 
-void Plan::append(Step step, const std::string& lane, int64_t test, int64_t rank, int64_t answer) {
+void Plan::append(Step step, const std::string& lane) {
   const auto found = std::find(lanes_.begin(), lanes_.end(), lane);
   step.lane = static_cast<size_t>(found - lanes_.begin());
   if (found == lanes_.end()) lanes_.push_back(lane);
-  step.is_one_run = step.kind == Step::kCopy && is_one_run(step.places[0]) && is_one_run(step.places[1]);
-  if (answer >= 0) {
-    step.condition = test * group_size_ + rank;
-    step.if_so = answer != 0;
-  }
+  step.is_one_run = step.kind == Step::kCopy && step.places[0].dtype == step.places[1].dtype &&
+                    is_one_run(step.places[0]) && is_one_run(step.places[1]);
   steps_.push_back(std::move(step));
 }
 

@@ -19,7 +19,7 @@ namespace fusedcomm {
 
 // A tensor by where it lies.
 struct Place {
-  enum Base { kInput, kResult, kTemporary, kSlot, kPosted, kSegment };
+  enum Base { kInput, kResult, kTemporary, kSlot, kSegment };
 
   Base base;
   int64_t index;   // of an input, result or temporary, or the rank that owns the memory
@@ -31,25 +31,19 @@ struct Place {
 };
 
 struct Step {
-  enum Kind { kMultiply, kCopy, kReduce, kNorm, kSignal, kWait, kPost, kAsk, kMark, kEndRound, kLaunch, kRecord, kAwait };
-  enum Test { kLate, kPosted, kMarked };
+  enum Kind { kMultiply, kCopy, kReduce, kNorm, kSignal, kWait, kEndRound, kLaunch, kRecord, kAwait };
 
   Kind kind;
   std::vector<Place> places;  // the one that is written first
   int64_t rank = 0;
-  int64_t num_bytes = 0;   // for kAsk: of the result
-  std::vector<int64_t> layouts;  // for kPost: by peer, of its chunk in the result; for kAsk: of the own one
-  Test test = kLate;       // for kAsk
   bool has_bias = false;   // the last of the places; for kNorm the weight
   double eps = 0;          // for kNorm
   bool adds = false;       // for kMultiply: to what is there
   std::optional<ScaledProduct> scaled;  // for kMultiply: places 3 and 4 are scales of x and w
   bool averages = false;   // for kReduce: the sum is divided by the number of parts
-  int64_t condition = -1;  // an answer's index: the step runs if that is `if_so`
-  bool if_so = false;
   size_t lane = 0;
   size_t stream = 0;
-  bool is_one_run = false;  // for kCopy: both places are
+  bool is_one_run = false;  // for kCopy: both places are, of one dtype
   int64_t event = 0;
   std::shared_ptr<KernelLaunch> launch;
 };
@@ -57,7 +51,6 @@ struct Step {
 struct Result {
   std::vector<int64_t> shape;
   at::ScalarType dtype;
-  bool posted;
 };
 
 // The device of a plan, and on a GPU its streams beside the caller's, and the order that its launches are in.
@@ -69,23 +62,19 @@ struct PlanDevice {
 
 class Plan {
  public:
-  Plan(int64_t group_size, PlanDevice device, std::vector<Result> results, int64_t temporary_bytes,
-       std::vector<int64_t> temporaries, int64_t num_events)
-      : group_size_(group_size), device_(std::move(device)), results_(std::move(results)),
-        temporary_bytes_(temporary_bytes), temporaries_(std::move(temporaries)),
-        events_(static_cast<size_t>(num_events)) {}
+  Plan(PlanDevice device, std::vector<Result> results, int64_t temporary_bytes, std::vector<int64_t> temporaries,
+       int64_t num_events)
+      : device_(std::move(device)), results_(std::move(results)), temporary_bytes_(temporary_bytes),
+        temporaries_(std::move(temporaries)), events_(static_cast<size_t>(num_events)) {}
 
-  // `answer` < 0: whatever the answers are.
-  void append(Step step, const std::string& lane, int64_t test, int64_t rank, int64_t answer);
+  void append(Step step, const std::string& lane);
   void finish(std::vector<Place> returned) { returned_ = std::move(returned); }
-  size_t num_steps() const { return steps_.size(); }
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, Rounds& rounds);
 
  private:
   class Run;
 
-  int64_t group_size_;
   PlanDevice device_;
   std::vector<Step> steps_;
   std::vector<Result> results_;

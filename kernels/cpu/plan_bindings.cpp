@@ -16,79 +16,54 @@ namespace {
 namespace py = pybind11;
 using Places = std::vector<Place>;
 
-// One step in the making: the facts that all kinds have, in the order of the tuple that Python gives.
-struct Facts {
-  std::string lane;
-  int64_t stream;
-  std::array<int64_t, 3> when;  // test, rank, answer
+using Facts = std::pair<std::string, size_t>;  // of a step of any kind: lane, stream
 
-  explicit Facts(const std::tuple<std::string, int64_t, std::array<int64_t, 3>>& facts)
-      : lane(std::get<0>(facts)), stream(std::get<1>(facts)), when(std::get<2>(facts)) {}
-};
-using GivenFacts = std::tuple<std::string, int64_t, std::array<int64_t, 3>>;
-
-void append(Plan& plan, const GivenFacts& given, Step step) {
-  const Facts facts(given);
-  step.stream = static_cast<size_t>(facts.stream);
-  plan.append(std::move(step), facts.lane, facts.when[0], facts.when[1], facts.when[2]);
+void append(Plan& plan, const Facts& facts, Step step) {
+  step.stream = facts.second;
+  plan.append(std::move(step), facts.first);
 }
 
 Step step_of(Step::Kind kind, Places places = {}) { return Step{kind, std::move(places)}; }
 
-void multiply(Plan& plan, const GivenFacts& facts, Places places, bool has_bias, bool adds) {
+void multiply(Plan& plan, const Facts& facts, Places places, bool has_bias, bool adds) {
   Step step = step_of(Step::kMultiply, std::move(places));
   step.has_bias = has_bias;
   step.adds = adds;
   append(plan, facts, std::move(step));
 }
 
-void multiply_with_scales(Plan& plan, const GivenFacts& facts, Places places, bool has_bias, bool adds, bool by_torch, bool fast) {
+void multiply_with_scales(Plan& plan, const Facts& facts, Places places, bool has_bias, bool adds, bool by_torch, bool fast) {
   Step step = step_of(Step::kMultiply, std::move(places));
   step.has_bias = has_bias;
   step.scaled = ScaledProduct{adds, by_torch, fast};
   append(plan, facts, std::move(step));
 }
 
-void reduce(Plan& plan, const GivenFacts& facts, Places places, bool has_bias, bool averages) {
+void reduce(Plan& plan, const Facts& facts, Places places, bool has_bias, bool averages) {
   Step step = step_of(Step::kReduce, std::move(places));
   step.has_bias = has_bias;
   step.averages = averages;
   append(plan, facts, std::move(step));
 }
 
-void norm(Plan& plan, const GivenFacts& facts, Places places, bool has_weight, double eps) {
+void norm(Plan& plan, const Facts& facts, Places places, bool has_weight, double eps) {
   Step step = step_of(Step::kNorm, std::move(places));
   step.has_bias = has_weight;
   step.eps = eps;
   append(plan, facts, std::move(step));
 }
 
-// Signal, Wait and Mark, of a rank; Record and Await, of an event; EndRound.
-void with_number(Plan& plan, const GivenFacts& facts, int kind, int64_t number) {
+// Signal and Wait, of a rank; Record and Await, of an event; EndRound.
+void with_number(Plan& plan, const Facts& facts, int kind, int64_t number) {
   Step step = step_of(static_cast<Step::Kind>(kind));
   step.rank = step.event = number;
-  append(plan, facts, std::move(step));
-}
-
-void post(Plan& plan, const GivenFacts& facts, Places places, std::vector<int64_t> layouts) {
-  Step step = step_of(Step::kPost, std::move(places));
-  step.layouts = std::move(layouts);
-  append(plan, facts, std::move(step));
-}
-
-void ask(Plan& plan, const GivenFacts& facts, int test, int64_t rank, int64_t num_bytes, int64_t layout) {
-  Step step = step_of(Step::kAsk);
-  step.test = static_cast<Step::Test>(test);
-  step.rank = rank;
-  step.num_bytes = num_bytes;
-  step.layouts = {layout};
   append(plan, facts, std::move(step));
 }
 
 // (at, place, (dtype, swizzle, fill, is_small), sizes, strides, box) of each tensor map
 using GivenMap = std::tuple<int64_t, size_t, std::array<int, 4>, std::vector<uint64_t>, std::vector<uint64_t>, std::vector<uint32_t>>;
 
-void launch(Plan& plan, const GivenFacts& given_facts, Places places, uintptr_t function, std::array<uint32_t, 3> grid,
+void launch(Plan& plan, const Facts& facts, Places places, uintptr_t function, std::array<uint32_t, 3> grid,
             const std::vector<std::pair<int, std::vector<uint32_t>>>& attributes, const py::bytes& parameters,
             const std::vector<int64_t>& offsets, const std::vector<std::pair<int64_t, size_t>>& addresses,
             const std::vector<GivenMap>& maps) {
@@ -99,24 +74,23 @@ void launch(Plan& plan, const GivenFacts& given_facts, Places places, uintptr_t 
   std::vector<KernelLaunch::Address> patched;
   for (const auto& [at, place] : addresses) patched.push_back({at, place});
   std::vector<KernelLaunch::Described> described;
-  for (const auto& [at, place, facts, sizes, strides, box] : maps) {
-    const auto [dtype, swizzle, fill, is_small] = facts;
+  for (const auto& [at, place, how, sizes, strides, box] : maps) {
+    const auto [dtype, swizzle, fill, is_small] = how;
     described.push_back({at, place, {dtype, swizzle, fill, is_small != 0, sizes, strides, box}});
   }
   Step step = step_of(Step::kLaunch, std::move(places));
   const auto [num_blocks, num_threads, shared_bytes] = grid;
   step.launch = std::make_shared<KernelLaunch>(function, num_blocks, num_threads, shared_bytes, std::move(given), parameters,
                                                offsets, std::move(patched), std::move(described));
-  append(plan, given_facts, std::move(step));
+  append(plan, facts, std::move(step));
 }
 
-std::shared_ptr<Plan> make_plan(int64_t group_size, c10::Device device, std::vector<c10::Stream> streams,
-                                std::shared_ptr<LaunchOrder> order,
-                                const std::vector<std::tuple<std::vector<int64_t>, at::ScalarType, bool>>& results,
+std::shared_ptr<Plan> make_plan(c10::Device device, std::vector<c10::Stream> streams, std::shared_ptr<LaunchOrder> order,
+                                const std::vector<std::pair<std::vector<int64_t>, at::ScalarType>>& results,
                                 int64_t temporary_bytes, std::vector<int64_t> temporaries, int64_t num_events) {
   std::vector<Result> made;
-  for (const auto& [shape, dtype, posted] : results) made.push_back({shape, dtype, posted});
-  return std::make_shared<Plan>(group_size, PlanDevice{device, std::move(streams), std::move(order)}, std::move(made),
+  for (const auto& [shape, dtype] : results) made.push_back({shape, dtype});
+  return std::make_shared<Plan>(PlanDevice{device, std::move(streams), std::move(order)}, std::move(made),
                                 temporary_bytes, std::move(temporaries), num_events);
 }
 
@@ -140,22 +114,18 @@ void bind_plans(py::module_& m) {
       .def(py::init(&make_plan))
       .def("multiply", &multiply)
       .def("scaled_multiply", &multiply_with_scales)
-      .def("copy", [](Plan& plan, const GivenFacts& facts, Places places) { append(plan, facts, step_of(Step::kCopy, std::move(places))); })
+      .def("copy", [](Plan& plan, const Facts& facts, Places places) { append(plan, facts, step_of(Step::kCopy, std::move(places))); })
       .def("reduce", &reduce)
       .def("norm", &norm)
-      .def("post", &post)
-      .def("ask", &ask)
       .def("with_number", &with_number)
       .def("launch", &launch)
-      .def("finish", &Plan::finish)
-      .def("__len__", &Plan::num_steps);
+      .def("finish", &Plan::finish);
   m.def("rms_norm", [](at::Tensor out, const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps) {
     const at::Tensor given = weight ? weight->contiguous() : at::Tensor();
     rms_norm(out, x, weight ? &given : nullptr, eps);
   });
   m.attr("SIGNAL") = static_cast<int>(Step::kSignal);
   m.attr("WAIT") = static_cast<int>(Step::kWait);
-  m.attr("MARK") = static_cast<int>(Step::kMark);
   m.attr("END_ROUND") = static_cast<int>(Step::kEndRound);
   m.attr("RECORD") = static_cast<int>(Step::kRecord);
   m.attr("AWAIT") = static_cast<int>(Step::kAwait);

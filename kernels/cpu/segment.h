@@ -1,6 +1,5 @@
-// Anonymous shared memory. A segment is a memfd: the kernel frees it with its last user, however that process ends. It
-// is
-// sealed in its size: if it could be cut off under the ranks that have mapped it, their next access would kill them.
+// Anonymous shared memory. A segment is a memfd: the kernel frees it with its last user, however that process ends. Its
+// size is sealed: if it could be cut off under the ranks that have mapped it, their next access would kill them.
 #pragma once
 
 #include <fcntl.h>
@@ -42,7 +41,6 @@ class Segment {
 
   void* base() const { return base_; }
   size_t num_bytes() const { return num_bytes_; }
-  int fd() const { return fd_; }  // -1 once it is closed
   SegmentAddress address() const { return {id_, num_bytes_, getpid(), fd_}; }
 
   // After this no further process can map the segment.
@@ -65,7 +63,7 @@ class Segment {
 
   uint64_t id_;
   size_t num_bytes_;
-  int fd_;
+  int fd_;  // -1 once it is closed
   void* base_ = nullptr;
 };
 

@@ -10,7 +10,6 @@
 
 #include "gil.h"
 #include "group.h"
-#include "heap_memory.h"
 #include "rendezvous.h"
 #include "segment.h"
 #include "spin.h"
@@ -224,13 +223,10 @@ class Allocator final : public symm_mem::SymmetricMemoryAllocator {
   bool has_multicast_support(int) override { return false; }
   c10::DeviceType supported_device_type() override { return c10::kCPU; }
   std::string name() override { return kBackend; }
-  // It is not in the interface of every torch release. A result of an op is ordinary memory to users: whether it is in
-  // a heap differs by rank.
-  bool has_allocation(void* ptr) { return segment_of(ptr) != nullptr && !HeapMemory::holds(ptr); }
-  std::shared_ptr<Segment> segment_of(void* ptr) {  // null for memory that is not allocated here
+  // It is not in the interface of every torch release.
+  bool has_allocation(void* ptr) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = find(ptr);
-    return it == allocations_.end() ? nullptr : it->second.segment;
+    return find(ptr) != allocations_.end();
   }
 
  private:
@@ -280,10 +276,9 @@ size_t Allocator::get_alloc_size(void* ptr) {
 }
 
 // This is a collective, unless this rank holds a handle for (allocation, live group). It returns null for memory that
-// is not allocated here, as torch wants it, and for results of ops.
+// is not allocated here, as torch wants it.
 c10::intrusive_ptr<symm_mem::SymmetricMemory> Allocator::rendezvous(void* ptr,
                                                                     const std::optional<std::string>& group_name) {
-  if (HeapMemory::holds(ptr)) return nullptr;
   std::shared_ptr<Segment> buffer;
   std::optional<std::string> name = group_name;
   {
@@ -372,8 +367,6 @@ const c10::intrusive_ptr<Allocator>& allocator() {
 }  // namespace
 
 void* address_of_group(const std::string& name) { return c10d::resolve_process_group(name).get(); }
-
-std::shared_ptr<Segment> segment_of(void* address) { return allocator()->segment_of(address); }
 
 // A backend that someone else has registered for CPU stays the one in use; set_backend(kBackend) selects this one.
 void register_symmetric_memory() {

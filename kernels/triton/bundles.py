@@ -41,10 +41,6 @@ class Span(NamedTuple):
     def first(self, peer: int) -> int:
         return self.start + peer * self.peer_stride
 
-    def of(self, peer: int) -> Span:
-        """One peer's indices, as a Span for any peer."""
-        return Span(self.size, self.first(peer), self.inner, self.outer_stride, 0)
-
     def view(self, t: Tensor, dim: int, peer: int) -> Tensor:
         """The peer's indices of ``dim`` as two dims (outer, inner); never a copy."""
         shape, stride = list(t.shape), list(t.stride())

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from tests.faults import prepared_calls
 from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, SCALED
-from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, IN_PLACE, LATER_CALL, ROWS, STOPPING
+from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, LATER_CALL, ROWS, STOPPING
 from tests.helpers.problems import OPS
 
 TIMEOUT_S = {"unfused": 4.0, "chunked": 4.0, "fused": 8.0, "pipelined": 4.0}  # Triton's interpreter is slow
@@ -59,13 +59,6 @@ class Cell:
         return self.step in GROWTH
 
     @property
-    def in_place(self) -> bool:
-        """Whether peers write results in place. Elsewhere all chunks go through slots."""
-        if self.prepared:
-            return self.algorithm == "chunked" and self.step not in prepared_calls.SLOTS
-        return self.step in IN_PLACE
-
-    @property
     def num_calls(self) -> int:
         if self.harmless:
             return 4  # both slots are used again
@@ -89,8 +82,7 @@ class Cell:
 
 
 def _chunked(op: str) -> Iterator[tuple[str, str]]:
-    in_place = () if op == "matmul_reduce_scatter" else IN_PLACE  # sums are made of slots
-    for step in (*CHUNKED, *in_place, *FIRST, *GROWTH):
+    for step in (*CHUNKED, *FIRST, *GROWTH):
         for fault in STOPPING:
             yield fault, step
     for step in ("allocate", "grow-allocate"):

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.memory.results import Results
 from fusedcomm.memory.segment import NUM_SLOTS
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.exact_problem import NormProblem, ScaledProblem, difference
@@ -30,7 +29,6 @@ DIMS = {  # gather_dim, scatter_dim
 }
 NORMS, SCALED = ("matmul_all_reduce_norm", "matmul_reduce_scatter_norm"), "scaled_all_gather_matmul"
 DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
-RESULTS_BYTES = 1 << 16  # more than the results of all calls of a cell
 PATTERN = 0x5A
 BAND = 64  # elements
 
@@ -111,15 +109,6 @@ class KnownCall:
             want = self.tokens.ys(self.tokens.xs, self.tokens.scores, None)[rank]
             return difference(result, want.to(self.dtype))
         return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])
-
-
-def warm_results(workspace: Workspace) -> None:
-    """Let this rank and its peers find the memory of results warm, as after many calls whose results were dropped."""
-    assert isinstance(workspace.results, Results)
-    for _ in range(3):
-        workspace.results.empty([RESULTS_BYTES], torch.uint8)
-    for rank in range(workspace.group_size):
-        workspace.results.heap.is_warm(rank, 0, RESULTS_BYTES)
 
 
 class Guarded:

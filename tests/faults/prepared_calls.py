@@ -4,7 +4,7 @@ All that the lab knows of plans is here, but for `Cell.prepared`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -14,28 +14,23 @@ import torch
 from torch import Tensor
 
 from fusedcomm.kernels.native_part import loaded
-from fusedcomm.memory.results import Results
-from fusedcomm.memory.segment import FINGERPRINT_BITS, POST_BYTES
+from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import dispatch
 from tests.faults.steps import CALL, CALLS, LATER_CALL, STOPPING, Fault, GoOn, Reached, replaced
 
 SLOTS = ("push", "signal", "read")  # about to write a chunk into a slot, about to signal it, about to read one
-IN_RESULTS = ("place", "mark")  # about to write a chunk into a peer's result, about to say so
 WAIT = "wait"  # a wait that is over soon stays in C++, and a longer one comes to Python
 NUM_UNPREPARED = 3  # calls in Python before one is prepared: the first makes the workspace, the third makes the plan
 LATER_S = 0.3  # longer than a wait in C++
 
 _NO_TENSOR_HAS_IT = "TESTING_ONLY_GenericMode"  # a dispatch key before all others, also in C++
-_WORD = 8
 
 See = Callable[[Any, tuple[Any, ...], dict[str, Any], GoOn], Any]  # op, its arguments, and what runs it
 
 
 def faults_and_steps(op: str) -> Iterator[tuple[str, str]]:
-    # The second round of an all_reduce has the same code in place, and when it begins is not known from outside.
-    in_place = () if op in ("matmul_reduce_scatter", "matmul_all_reduce") else IN_RESULTS
-    for step in (CALL, *SLOTS, *in_place, WAIT):
+    for step in (CALL, *SLOTS, WAIT):
         for fault in STOPPING:
             yield fault, step
     for fault in CALLS:
@@ -57,9 +52,7 @@ def noting_python(workspaces: Callable[[], list[Workspace]], ops: list[str]) -> 
 
 
 def line_up(workspace: Workspace, step: str, victim: int, bound_s: float) -> None:
-    """Where a step is only reached if the ranks come in an order, come in this one."""
-    if step in IN_RESULTS and workspace.rank == victim:
-        until_posted(workspace, bound_s)
+    """A wait is only reached where the others come later."""
     if step == WAIT and workspace.rank != victim:
         until_signalled(workspace, victim, bound_s)
         time.sleep(LATER_S)
@@ -75,7 +68,7 @@ def at_op(workspace: Workspace, step: str, fault: Fault) -> AbstractContextManag
 @contextmanager
 def _at_memory(workspace: Workspace, step: str, fault: Fault) -> Iterator[Reached]:
     reached = Reached()
-    peers = [buffer for rank, buffer in enumerate(_buffers(workspace, step)) if rank != workspace.rank]
+    peers = [buffer for rank, buffer in enumerate(workspace.buffers) if rank != workspace.rank]
     memory, written = ([workspace.segment], False) if step == "read" else (peers, True)
 
     def see(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], go_on: GoOn) -> Any:
@@ -83,7 +76,7 @@ def _at_memory(workspace: Workspace, step: str, fault: Fault) -> Iterator[Reache
         if not any(_lies_in(t, buffer) for t in touched for buffer in memory):
             return go_on()
         reached.yes = True
-        if step in ("signal", "mark"):  # once the chunk is written
+        if step == "signal":  # once the chunk is written
             made = go_on()
             return _unseen(fault, lambda: made)
         return _unseen(fault, go_on)
@@ -115,31 +108,13 @@ def _unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def until_posted(workspace: Workspace, bound_s: float) -> None:
-    own = workspace.addresses[workspace.rank]
-    posts = own + workspace.layout.posts
-    stamps = [posts + POST_BYTES * r + 2 * _WORD for r in range(workspace.group_size) if r != workspace.rank]
-    _until_epoch(stamps, workspace.epoch + 1, bound_s)
-
-
 def until_signalled(workspace: Workspace, src_rank: int, bound_s: float) -> None:
-    flag = workspace.addresses[workspace.rank] + workspace.layout.flag(workspace.epoch + 1, src_rank)
-    _until_epoch([flag], workspace.epoch + 1, bound_s)
-
-
-def _until_epoch(words: Sequence[int], epoch: int, bound_s: float) -> None:
-    deadline = time.monotonic() + bound_s
-    while any(loaded().load(word) >> FINGERPRINT_BITS < epoch for word in words):
+    epoch, deadline = workspace.epoch + 1, time.monotonic() + bound_s
+    flag = workspace.addresses[workspace.rank] + workspace.layout.flag(epoch, src_rank)
+    while loaded().load(flag) >> FINGERPRINT_BITS < epoch:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"ranks must come to round {epoch} within {bound_s:g} s")
+            raise TimeoutError(f"rank {src_rank} must come to round {epoch} within {bound_s:g} s")
         time.sleep(0.001)
-
-
-def _buffers(workspace: Workspace, step: str) -> list[Tensor]:
-    if step in IN_RESULTS:
-        assert isinstance(workspace.results, Results)
-        return workspace.results.buffers
-    return workspace.buffers
 
 
 def _tensors(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: bool) -> Iterator[Tensor]:

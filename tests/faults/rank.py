@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.errors import PeerError
-from fusedcomm.memory import group_member, members, results
+from fusedcomm.memory import group_member, members
 from fusedcomm.memory.group import store
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
@@ -28,7 +28,7 @@ from tests.faults import prepared_calls
 from tests.faults.cells import MEET_S, Cell
 from tests.faults.injections import INJECTIONS, RAISED
 from tests.faults.judge import INJECTED, OTHER_ERROR, PEER_ERROR, RIGHT, WRONG, CallOutcome, RankReport
-from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, KnownCall, warm_results
+from tests.faults.known_calls import LARGE, OTHER, SLOT_BYTES, Guarded, KnownCall
 from tests.faults.steps import CALL, Fault, Reached, at_step
 from tests.helpers.problems import OPS
 
@@ -46,8 +46,7 @@ def run_in_rank(rank: int, cell: Cell, group_ranks: Sequence[int], around: Aroun
     try:
         with (
             mock.patch.object(group_member, "_MIN_SLOT_BYTES", SLOT_BYTES),
-            mock.patch.object(results, "LEAST_BYTES", 1),
-            settings(TIMEOUT_S=str(MEET_S), **({"RESULTS_BYTES": "0"} if cell.prepared and not cell.in_place else {})),
+            settings(TIMEOUT_S=str(MEET_S)),
             _patient_interpreter() if cell.algorithm == "fused" else nullcontext(),
         ):
             return _Rank(cell, group, other).run(around)
@@ -112,8 +111,6 @@ class _Rank:
             self._must_be_right(KnownCall("matmul_all_to_all", self.cell.group_size, seed=50), self.other)
         if not self.cell.first_call:
             self._warm_up()
-        for workspace in self._workspaces() if self.cell.in_place else []:
-            warm_results(workspace)
         self._meet()
         for workspace in [] if self.cell.grows else self._workspaces():  # what is outgrown is unmapped
             self.guarded.watch_segment(workspace, idle=False)

@@ -38,11 +38,7 @@ CHUNKED = {
     "end": "fusedcomm.memory.workspace:Workspace._epoch_word",
 }
 ROWS = {  # instead of a schedule's steps: the rows of a dispatch, and the peers' that a combine reads
-    "rows": "fusedcomm.run.routed_rows:InPlace.send fusedcomm.run.routed_rows:_missing_zero"
-}
-IN_PLACE = {  # steps of a call whose results peers can write
-    "post": "fusedcomm.memory.workspace:Workspace.post",
-    "look": "fusedcomm.memory.workspace:Workspace.posted",
+    "rows": "fusedcomm.run.routed_rows:BySlots.send fusedcomm.run.routed_rows:_missing_zero"
 }
 FUSED = {
     **ENTER,
@@ -66,7 +62,7 @@ FUSED = {
     "result": "fusedcomm.memory.workspace:Workspace.empty",
 }
 BY_ALGORITHM = {
-    "chunked": FIRST | GROWTH | CHUNKED | ROWS | IN_PLACE | {"result": "fusedcomm.memory.workspace:Workspace.empty"},
+    "chunked": FIRST | GROWTH | CHUNKED | ROWS | {"result": "fusedcomm.memory.workspace:Workspace.empty"},
     "fused": FUSED,
 }
 

@@ -95,7 +95,7 @@ class MetaWorkspace:
         self.buffers, self.device = [segment] * group_size, segment.device
         self.kernels = dict[int, Any]()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, posted: bool) -> Tensor:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def memory_facts(self) -> Memory:

@@ -15,12 +15,13 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 import fusedcomm
-from fusedcomm.memory import members, results
+from fusedcomm.memory import members
 from fusedcomm.memory.group import find
 from fusedcomm.plan import pipelined
 from fusedcomm.plan.cost import in_pieces as cost_in_pieces
 from fusedcomm.redistribution import mesh_groups
 from fusedcomm.run import python_executor
+from tests.faults.prepared_calls import until_signalled
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, drop_plans, pushed
 
@@ -30,13 +31,12 @@ ALGORITHMS = ["unfused", "chunked", "fused", "pipelined"]
 
 @contextmanager
 def fresh_group(**env: str) -> Iterator[Any]:
-    """A group of all ranks that votes under these settings, and is gone afterwards. Small results take blocks too."""
+    """A group of all ranks that votes under these settings, and is gone afterwards."""
     saved = dict(os.environ)
     os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
     group = dist.new_group()
     try:
-        with mock.patch.object(results, "LEAST_BYTES", 1):
-            yield group
+        yield group
     finally:
         os.environ.clear()
         os.environ.update(saved)
@@ -57,6 +57,16 @@ def empty_is_nan(warn_only: bool = False) -> Iterator[None]:
 def call(group: Any, problem: Problem, seed: int = 0) -> Any:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return problem.call(integers(problem, rank, size, seed=seed), group)
+
+
+def after_peers(group: Any, late: int) -> None:
+    """The next call of one rank begins when the others have signalled their chunks to it."""
+    dist.barrier(group)
+    if dist.get_rank(group) == late:
+        for member in members.members(group):  # none before the first call
+            if member.workspace is not None:
+                for peer in set(range(member.group_size)) - {late}:
+                    until_signalled(member.workspace, peer, bound_s=30.0)
 
 
 def check(group: Any, problem: Problem, out: Any, seed: int = 0) -> None:

@@ -246,7 +246,7 @@ def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, w
         "by_product": by_product,
         "num_ws": num_ws,
         "epochs": workspace.epoch,
-        "streams": {workspace.side_stream().cuda_stream: "sends", workspace.reading_stream().cuda_stream: "reads"},
+        "streams": dict(zip((each.cuda_stream for each in workspace.streams), ("sends", "reads"), strict=True)),
     }
 
 

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import fusedcomm
+from fusedcomm.memory import members
 from fusedcomm.ops import dispatch
 from tests.helpers.groups import fresh_group, member_of
 from tests.helpers.problems import Problem, expected, integers
@@ -24,6 +26,11 @@ def started_group(algorithm: str, **env: str) -> Iterator[Any]:
         size = dist.get_world_size(group)
         fusedcomm.matmul_all_reduce(torch.ones(size, 1), torch.ones(1, 1), group)
         yield group
+
+
+def without_plans(patch: pytest.MonkeyPatch) -> None:
+    """Groups that are made from here on run Python in each call."""
+    patch.setattr(members.Member, "prepare_calls", lambda self: None)
 
 
 def python_calls() -> AbstractContextManager[list[str]]:

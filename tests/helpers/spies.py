@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.memory import members, workspace
+from fusedcomm.memory import members
 from fusedcomm.parallel.gradient_when_read import WhenRead
 from fusedcomm.plan.schedule import Base, Signal
 from fusedcomm.run import python_executor
@@ -100,7 +100,6 @@ def pushed() -> Iterator[Pushed]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(python_executor.Execution, "step", spying)
-        patch.setattr(workspace.Workspace, "posted", lambda *args: None)
         drop_plans()
         yield seen
     drop_plans()

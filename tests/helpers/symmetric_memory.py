@@ -68,28 +68,7 @@ def error_of(call: Callable[[], object]) -> str:
     return "no error"
 
 
-PAGE = os.sysconf("SC_PAGESIZE")
-NUMEL = 2048
-BYTES = 4 * NUMEL
-MB = 1 << 20
 CHILD_S = 60  # a child that takes longer hangs
-
-
-def make_heap(num_bytes: int = 4 * MB, least_bytes: int = 0) -> Any:
-    return native.ResultsHeap(symm_mem.empty(num_bytes, dtype=torch.uint8, device=CPU), least_bytes)
-
-
-def in_heap(heap: Any, numel: int = NUMEL) -> Tensor:
-    """A tensor in a block, after results of its size were freed."""
-    for _ in range(2):
-        heap.empty([numel], torch.float32)
-    t = heap.empty([numel], torch.float32)
-    assert heap.place(t) is not None
-    return t
-
-
-def places(heap: Any, tensors: list[Tensor]) -> list[int | None]:
-    return [heap.place(t) for t in tensors]
 
 
 def in_child(body: Callable[[], object]) -> int:

@@ -63,7 +63,7 @@ class VirtualRank:
             self.rank, self.group_size, self.slot_bytes, self.slot_bytes, self.slot_bytes, self.segment_layout
         )
 
-    def empty(self, shape: list[int], dtype: torch.dtype, *, posted: bool) -> Tensor:
+    def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         return torch.full([*shape], float("nan")).to(dtype)
 
     def word(self, offset: int, count: int = 1) -> Tensor:

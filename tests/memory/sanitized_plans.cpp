@@ -1,9 +1,8 @@
-// Threads as ranks whose calls are prepared: results in place and through slots, one lock for the threads of a rank, and
-// the ring of calls, which another thread reads.
+// Threads as ranks whose calls are prepared: one lock for the threads of a rank, and the ring of calls, which another
+// thread reads.
 #include "../../kernels/cpu/symmetric_memory.cpp"
 #include "../../kernels/cpu/plan.cpp"
 #include "../../kernels/cpu/prepared_calls.cpp"
-#include "../../kernels/cpu/results_heap.cpp"
 
 #include <torch/library.h>
 
@@ -18,10 +17,9 @@ constexpr int64_t kRanks = 3;
 constexpr int64_t kNumel = 1024;  // elements in a chunk
 constexpr int64_t kChunkBytes = kNumel * static_cast<int64_t>(sizeof(int));
 constexpr int kCalls = 200;
-constexpr size_t kHeapBytes = 1 << 20;
 
 // The header of a segment, then its slots.
-constexpr int64_t kFlags = 0, kBroken = 128, kEpoch = 192, kPosts = 256, kMarks = 384, kSlots = 512;
+constexpr int64_t kFlags = 0, kBroken = 128, kEpoch = 192, kSlots = 256;
 constexpr int64_t kSlotBytes = kRanks * kChunkBytes;
 
 // `copy_` in code that the sanitizer sees, as torch is built without it.
@@ -35,8 +33,6 @@ at::Tensor tensor_over(void* memory, int64_t num_bytes) { return at::from_blob(m
 struct Ranks {
   std::vector<void*> memory;
   std::vector<at::Tensor> segments;
-  std::vector<at::Tensor> heaps;
-  std::vector<std::shared_ptr<ResultsHeap>> results;
   std::array<int64_t, kRanks> epochs{};
   int64_t no_error = 0;
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
@@ -45,13 +41,9 @@ struct Ranks {
     for (int64_t rank = 0; rank < kRanks; ++rank) {
       memory.push_back(allocator()->alloc(kSlots + kNumSlots * kSlotBytes, 0, std::nullopt));
       segments.push_back(tensor_over(memory.back(), kSlots + kNumSlots * kSlotBytes));
-      memory.push_back(allocator()->alloc(kHeapBytes, 0, std::nullopt));
-      heaps.push_back(tensor_over(memory.back(), kHeapBytes));
     }
-    for (const at::Tensor& own : heaps) results.push_back(std::make_shared<ResultsHeap>(own, 0, heaps));
   }
   ~Ranks() {
-    results.clear();
     for (void* each : memory) allocator()->free(each);
   }
 
@@ -60,7 +52,7 @@ struct Ranks {
     for (const auto& each : segments) storages.push_back(each.storage());
     const auto index = static_cast<size_t>(rank);
     return std::make_shared<const CallContext>(CallContext{
-        {rank, kRanks, std::move(storages), kFlags, kBroken, kEpoch, kPosts, kMarks, kSlots, kSlotBytes, results[index]},
+        {rank, kRanks, std::move(storages), kFlags, kBroken, kEpoch, kSlots, kSlotBytes},
         &epochs[index], &no_error});
   }
 };
@@ -75,54 +67,25 @@ Step of_rank(Step::Kind kind, int64_t rank) {
   return step;
 }
 
-// The plan of a rank, and how its steps are appended: under no condition, or one on an answer.
-struct Steps {
-  std::shared_ptr<Plan> plan;
-  int64_t own_layout;  // of the chunk that this rank sends, in each peer's result
-
-  void always(Step step) const { plan->append(std::move(step), "", 0, 0, -1); }
-  void ask(Step::Test test, int64_t rank) const {
-    Step step = of_rank(Step::kAsk, rank);
-    step.test = test;
-    step.num_bytes = kRanks * kChunkBytes;
-    step.layouts = {own_layout};
-    always(std::move(step));
-  }
-  void where(Step::Test test, int64_t rank, bool answer, Step step) const {
-    plan->append(std::move(step), "", test, rank, answer);
-  }
-};
-
 // Every rank sends its input to all, and the result has those of all.
 std::shared_ptr<Plan> plan_of(int64_t rank) {
   const Place input = chunk(Place::kInput, 0, 0), whole{Place::kResult, 0, 0, {kRanks * kNumel}, {1}, at::kInt, {}};
-  const Steps steps{std::make_shared<Plan>(kRanks, PlanDevice(), std::vector<Result>{{whole.sizes, at::kInt, true}}, 0,
-                                           std::vector<int64_t>(), 0),
-                    rank};
-  const auto own = [&] { return Step{Step::kCopy, {chunk(Place::kResult, 0, rank), input}}; };
-  Step post{Step::kPost, {whole}};
-  for (int64_t src = 0; src < kRanks; ++src) post.layouts.push_back(src);
-  steps.always(std::move(post));
-  steps.ask(Step::kLate, rank);
-  steps.where(Step::kLate, rank, true, own());
+  const auto plan = std::make_shared<Plan>(PlanDevice(), std::vector<Result>{{whole.sizes, at::kInt}}, 0,
+                                           std::vector<int64_t>(), 0);
   for (int64_t i = 1; i < kRanks; ++i) {
     const int64_t dst = (rank + i) % kRanks;
-    steps.ask(Step::kPosted, dst);
-    steps.where(Step::kPosted, dst, true, {Step::kCopy, {chunk(Place::kPosted, dst, rank), input}});
-    steps.where(Step::kPosted, dst, true, of_rank(Step::kMark, dst));
-    steps.where(Step::kPosted, dst, false, {Step::kCopy, {chunk(Place::kSlot, dst, rank), input}});
-    steps.always(of_rank(Step::kSignal, dst));
+    plan->append({Step::kCopy, {chunk(Place::kSlot, dst, rank), input}}, "");
+    plan->append(of_rank(Step::kSignal, dst), "");
   }
-  steps.where(Step::kLate, rank, false, own());
+  plan->append({Step::kCopy, {chunk(Place::kResult, 0, rank), input}}, "");
   for (int64_t i = 1; i < kRanks; ++i) {
     const int64_t src = (rank + i) % kRanks;
-    steps.always(of_rank(Step::kWait, src));
-    steps.ask(Step::kMarked, src);
-    steps.where(Step::kMarked, src, false, {Step::kCopy, {chunk(Place::kResult, 0, src), chunk(Place::kSlot, rank, src)}});
+    plan->append(of_rank(Step::kWait, src), "");
+    plan->append({Step::kCopy, {chunk(Place::kResult, 0, src), chunk(Place::kSlot, rank, src)}}, "");
   }
-  steps.always(of_rank(Step::kEndRound, 0));
-  steps.plan->finish({whole});
-  return steps.plan;
+  plan->append(of_rank(Step::kEndRound, 0), "");
+  plan->finish({whole});
+  return plan;
 }
 
 // fusedcomm.ops.prepared.Rescue, for ranks that are only late.
@@ -168,7 +131,7 @@ std::shared_ptr<PreparedCalls> prepare(Ranks& ranks, int64_t rank) {
 }
 
 // Calls from several threads of a rank are all the same, as their order differs between ranks.
-void make_calls(const Ranks& ranks, int64_t rank, bool same, std::atomic<int>& num_placed) {
+void make_calls(int64_t rank, bool same) {
   at::Tensor last;
   for (int number = 0; number < kCalls; ++number) {
     const int value = same ? 0 : number;
@@ -179,7 +142,6 @@ void make_calls(const Ranks& ranks, int64_t rank, bool same, std::atomic<int>& n
     std::vector<c10::IValue> results;
     TORCH_CHECK(call != nullptr && calls->run(*call, {argument}, results));
     last = results[0].toTensor();
-    num_placed += ranks.results[static_cast<size_t>(rank)]->place(last).has_value();
     const int* values = last.const_data_ptr<int>();
     for (int64_t i = 0; i < kRanks * kNumel; ++i) {
       TORCH_CHECK(values[i] == value * kRanks + i / kNumel, "call ", number, " of rank ", rank, " is wrong");
@@ -187,11 +149,11 @@ void make_calls(const Ranks& ranks, int64_t rank, bool same, std::atomic<int>& n
   }
 }
 
-void run_ranks(const Ranks& ranks, int num_threads, std::atomic<int>& num_placed) {
+void run_ranks(int num_threads) {
   std::vector<std::thread> threads;
   for (int64_t rank = 0; rank < kRanks; ++rank) {
     for (int i = 0; i < num_threads; ++i) {
-      threads.emplace_back([&ranks, rank, num_threads, &num_placed] { make_calls(ranks, rank, num_threads > 1, num_placed); });
+      threads.emplace_back([rank, num_threads] { make_calls(rank, num_threads > 1); });
     }
   }
   for (std::thread& thread : threads) thread.join();
@@ -209,7 +171,6 @@ extern "C" __attribute__((visibility("default"))) void run() {
   std::vector<std::shared_ptr<PreparedCalls>> prepared;
   {
     Ranks ranks;
-    std::atomic<int> num_placed{0};
     for (int64_t rank = 0; rank < kRanks; ++rank) prepared.push_back(prepare(ranks, rank));
     {
       WithoutGil without;
@@ -219,12 +180,11 @@ extern "C" __attribute__((visibility("default"))) void run() {
           for (const RecordedCall& call : call_ring().calls()) TORCH_CHECK(call.ended == 0 || call.ended >= call.started);
         }
       });
-      run_ranks(ranks, 1, num_placed);
-      run_ranks(ranks, 2, num_placed);
+      run_ranks(1);
+      run_ranks(2);
       over = true;
       reader.join();
     }
-    TORCH_CHECK(num_placed > kCalls, "results must be where peers can write them, got ", num_placed.load());
     for (int64_t rank = 0; rank < kRanks; ++rank) {
       TORCH_CHECK(ranks.epochs[static_cast<size_t>(rank)] == 3 * kCalls);
       prepared[static_cast<size_t>(rank)]->withdraw();

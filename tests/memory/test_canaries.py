@@ -1,4 +1,4 @@
-"""Guard bytes around slots and results: what is written past one, by how little, is found, named, and told to all."""
+"""Guard bytes around slots: what is written past one, by how little, is found, named, and told to all."""
 
 from typing import Any
 
@@ -12,10 +12,8 @@ from fusedcomm.memory.canaries import GUARD_BYTES
 from fusedcomm.memory.segment import MOST_SLOT_BYTES, NUM_SLOTS, HeaderLayout
 from fusedcomm.memory.workspace import Workspace
 from tests.helpers.groups import call, check, fresh_group
-from tests.helpers.in_place import TO_ALL, assert_exact, results_of, wanted
 from tests.helpers.problems import HEADS
 from tests.helpers.virtual_ranks import sparse
-from tests.helpers.waiting import wait_until
 
 SLOT_BYTES = 1 << 12
 
@@ -98,59 +96,3 @@ def check_overrun(rank: int) -> str:
 def test_an_overrun_of_a_peer_is_told_to_all_ranks(ranks: Any) -> None:
     texts = ranks(3).run(check_overrun)
     assert "guard bytes of rank 0's segment must stay as they are, but 1 bytes from 0 bytes behind slot" in texts[0]
-
-
-# results
-@pytest.mark.parametrize(("side", "num_bytes"), [("before", 8), ("behind", 1), ("behind", GUARD_BYTES)])
-def test_a_write_past_a_result_is_found_and_named(side: str, num_bytes: int) -> None:
-    block = torch.zeros(100 + 2 * GUARD_BYTES, dtype=torch.uint8)
-    result = canaries.paint_around(block).view(torch.float32).view(5, 5).fill_(3)
-    assert canaries.damage_around(result, 0) is None
-    start = GUARD_BYTES - num_bytes if side == "before" else GUARD_BYTES + 100
-    block[start : start + num_bytes] = 0
-    text = canaries.damage_around(result, 4)
-    assert text is not None and text.startswith("guard bytes of rank 4's result must stay as they are")
-    assert f"{num_bytes} bytes from {num_bytes if side == 'before' else 0} bytes {side} it on are now 00" in text
-
-
-def check_overrun_of_a_result(rank: int) -> str:
-    """Rank 1 waits for rank 0's post, and writes before its result."""
-    post, posted, num_bytes = Workspace.post, Workspace.posted, 8
-
-    def late(self: Workspace, result: torch.Tensor, *layouts_and_fingerprint: Any) -> bool:
-        if self.results is not None and self.results.heap.place(result) is not None:
-            wait_until(lambda: not self.posts.is_peer_late(self.epoch + 1))
-        return post(self, result, *layouts_and_fingerprint)
-
-    def overrun(self: Workspace, dst_rank: int, *what: int) -> torch.Tensor | None:
-        place = posted(self, dst_rank, *what)
-        assert place is not None and self.results is not None
-        start = place.storage_offset() - num_bytes
-        self.results.buffers[dst_rank][start : start + num_bytes] = 0
-        return place
-
-    text = ""
-    with fresh_group(CHECK="1", TIMEOUT_S="20") as group, fusedcomm.force_algorithm("chunked", strict=True):
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                patch.setattr(Workspace, "post", late)
-            for seed in range(6):
-                assert_exact(results_of(group, TO_ALL, seed), wanted(group, TO_ALL, seed))
-            if rank == 1:
-                patch.setattr(Workspace, "posted", overrun)
-            try:
-                results_of(group, TO_ALL)
-            except fusedcomm.PeerError as error:
-                text = str(error)
-        dist.barrier(group)
-        with pytest.raises(fusedcomm.PeerError):
-            results_of(group, TO_ALL)
-        dist.barrier(group)
-        fusedcomm.reset(group)
-        assert_exact(results_of(group, TO_ALL), wanted(group, TO_ALL))
-    return text
-
-
-def test_a_write_past_a_result_is_told_to_all_ranks(ranks: Any) -> None:
-    texts = ranks(2).run(check_overrun_of_a_result)
-    assert "guard bytes of rank 0's result must stay as they are, but 8 bytes from 8 bytes before it" in texts[0]

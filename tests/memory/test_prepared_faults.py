@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fusedcomm.memory import flight_recorder
 from fusedcomm.ops import prepared
 from tests.helpers.groups import call, member_of, refuse_a_forked_child
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.op_problems import NAMED
 from tests.helpers.prepared import check_prepared, python_calls, started_group
 from tests.helpers.problems import HEADS, integers
 from tests.helpers.symmetric_memory import in_child
@@ -69,6 +70,16 @@ def test_a_late_peer_is_told_of_in_time(rank: int, tmp_path: Path) -> None:
             call(group, HEADS)
 
 
+@contextmanager
+def multiplied_by(product: Callable[..., Tensor]) -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.out", product, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
 @on_ranks(3)
 def test_an_op_that_fails_in_a_prepared_call(rank: int) -> None:
     """A peer must not take the round that is left half way for the next one."""
@@ -79,13 +90,8 @@ def test_an_op_that_fails_in_a_prepared_call(rank: int) -> None:
     with prepared_group() as group:
         dist.barrier(group)
         if rank == 1:
-            library = torch.library.Library("aten", "IMPL")
-            library.impl("mm.out", fail, "CPU", allow_override=True)
-            try:
-                with pytest.raises(LookupError, match="on purpose"):
-                    call(group, HEADS)
-            finally:
-                library._destroy()
+            with multiplied_by(fail), pytest.raises(LookupError, match="on purpose"):
+                call(group, HEADS)
             assert flight_recorder.last()[-1].error == "LookupError: on purpose"
         else:
             with pytest.raises(fusedcomm.PeerError, match="left their call") as caught:
@@ -93,6 +99,33 @@ def test_an_op_that_fails_in_a_prepared_call(rank: int) -> None:
             assert caught.value.peers == [1]
         with pytest.raises(fusedcomm.PeerError, match="left by LookupError" if rank == 1 else "left their call"):
             call(group, HEADS, 1)
+
+
+@on_ranks(2)
+def test_a_rank_that_goes_on_when_its_peer_has_given_up(rank: int, tmp_path: Path) -> None:
+    """It finds all signals, and must raise too."""
+
+    def product(x: Tensor, w: Tensor, *, out: Tensor) -> Tensor:
+        wait_until((tmp_path / "0 gave up").exists)
+        return out.copy_((x[:, :, None] * w).sum(1))
+
+    with prepared_group(timeout_s=1.0) as group:
+        dist.barrier(group)
+        with multiplied_by(product) if rank == 1 else nullcontext():
+            error = fails(group)
+        (tmp_path / f"{rank} gave up").touch()
+        assert error.peers == [1 - rank]
+
+
+@on_ranks(2)
+def test_prepared_calls_that_differ(rank: int) -> None:
+    other = NAMED["bias"]
+    with prepared_group() as group:
+        check_prepared(group, other, torch.float32)
+        dist.barrier(group)
+        with python_calls() as ran, pytest.raises(fusedcomm.PeerMismatchError):
+            call(group, (HEADS, other)[rank])
+        assert ran == []
 
 
 @on_ranks(2)

@@ -2,8 +2,8 @@
 
 The tests of symmetric memory run with a native part that is built with each of them, in a copy of the sources. Ranks
 are processes there, and ThreadSanitizer sees no race between processes. So programs have threads. They stand for ranks
-in sanitized_words.cpp, sanitized_handles.cpp and, for prepared calls, sanitized_plans.cpp; for users of one heap of
-results in sanitized_heap.cpp. In sanitized_ring.cpp one records calls while another forks.
+in sanitized_words.cpp, sanitized_handles.cpp and, for prepared calls, sanitized_plans.cpp. In sanitized_ring.cpp one
+records calls while another forks.
 """
 
 import os
@@ -91,7 +91,7 @@ def run_program(folder: Path, source: str, sanitizer: Sanitizer) -> tuple[int, s
     return done.returncode, found(reports) + done.stderr.decode()  # where UndefinedBehaviorSanitizer reports
 
 
-@pytest.mark.parametrize("program", [f"sanitized_{name}.cpp" for name in ("words", "handles", "plans", "heap", "ring")])
+@pytest.mark.parametrize("program", [f"sanitized_{name}.cpp" for name in ("words", "handles", "plans", "ring")])
 @pytest.mark.parametrize("name", SANITIZERS)
 def test_threads(name: str, program: str, tmp_path: Path) -> None:
     copy_sources(tmp_path)
@@ -121,13 +121,6 @@ PLANTED = {
         "  delete segment.get();\n  segment->seal();\n",
         "heap-use-after-free",
     ),
-    "a heap without its lock": (
-        "thread",
-        "kernels/cpu/heap_memory.h",
-        "  // it may go, after the lock\n  std::lock_guard<std::mutex> lock(heaps().mutex);\n",
-        "\n",
-        "data race",
-    ),
     "a plan that does not wait": (
         "thread",
         "kernels/cpu/plan.cpp",
@@ -153,8 +146,8 @@ PLANTED = {
     "a result that is too short": (
         "address",
         "kernels/cpu/plan.cpp",
-        "rounds.empty(each.shape,",
-        "rounds.empty({1},",
+        "Rounds::empty(each.shape,",
+        "Rounds::empty({1},",
         "heap-buffer-overflow",
     ),
     "a fork that leaves the ring of calls locked": (
@@ -175,7 +168,7 @@ PLANTED = {
 
 
 # by part of the name of a file
-PROGRAM_OF = {"heap": "heap", "ring": "ring", "plan": "plans", "prepared": "plans", "lock": "plans"}
+PROGRAM_OF = {"ring": "ring", "plan": "plans", "prepared": "plans", "lock": "plans"}
 
 
 @pytest.mark.parametrize("what", PLANTED)

@@ -1,10 +1,12 @@
 """Mixture of experts: rows, places, values and gradients against loops over tokens and experts; graphs; faults."""
 
+import sys
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,9 +18,9 @@ from torch import Tensor
 import fusedcomm
 from fusedcomm.ops import routed_proof
 from fusedcomm.plan import planner
-from fusedcomm.run.routed_rows import ByKernels, InPlace
+from fusedcomm.run import routed_rows
+from fusedcomm.run.routed_rows import ByKernels, BySlots
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of, non_contiguous
-from tests.helpers.in_place import WARM_UP
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.tiers import nightly_but
 
@@ -300,7 +302,7 @@ def test_a_peer_that_never_comes_and_one_that_leaves_half_way(rank: int) -> None
         fusedcomm.reset(group)
         rows, _, routing = dispatch(group)
         with (
-            nullcontext() if rank == 0 else mock.patch.object(InPlace, "_signal", side_effect=KeyboardInterrupt),
+            nullcontext() if rank == 0 else mock.patch.object(BySlots, "_signal", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt if rank else fusedcomm.PeerError) as left,
         ):
             fusedcomm.moe_combine(rows, routing, torch.ones(4, 1), group)
@@ -311,45 +313,16 @@ def test_a_peer_that_never_comes_and_one_that_leaves_half_way(rank: int) -> None
 
 
 @on_ranks(2)
-def test_waits_are_needed_and_results_come_in_place(rank: int) -> None:
+def test_waits_are_needed(rank: int) -> None:
     """The control: a rank that does not wait for a peer that comes after it has other values."""
     with fresh_group() as group:
-        posted = []
-        end = InPlace.send
-
-        def send(self: InPlace, *args: Any) -> Tensor:
-            posted.append(len(self.posted))
-            return end(self, *args)
-
-        with mock.patch.object(InPlace, "send", send):
-            for _ in range(WARM_UP + 2):
-                assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
-        assert posted[-1] == 1
+        assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
         if rank == 0:
-            with mock.patch.object(InPlace, "_wait"):
+            with mock.patch.object(BySlots, "_wait"):
                 assert dispatch(group, value=9)[0].sum() != 9 * 8 * H
         dist.barrier(group)
         if rank == 1:
             dispatch(group, value=9)
-        dist.barrier(group)
-
-
-@on_ranks(2)
-def test_a_write_behind_a_peers_result_is_found(rank: int) -> None:
-    with fresh_group(CHECK="1") as group:
-        for _ in range(WARM_UP + 2):
-            dispatch(group)
-        send = InPlace.send
-
-        def too_far(self: InPlace, *args: Any) -> Tensor:
-            heap, result = self.workspace.results.buffers[0], self.posted[0]
-            heap[result.data_ptr() - heap.data_ptr() + result.nbytes] ^= 1
-            return send(self, *args)
-
-        with nullcontext() if rank == 0 else mock.patch.object(InPlace, "send", too_far):
-            found = pytest.raises(fusedcomm.PeerError, match="rank 0's result")
-            with found if rank == 0 else suppress(fusedcomm.PeerError):
-                dispatch(group)
         dist.barrier(group)
 
 
@@ -435,3 +408,36 @@ def test_with_check_peers_hear_of_one_ranks_wrong_input(rank: int) -> None:
             with pytest.raises((ValueError, TypeError), match=text + ("" if rank else r".*\(rank 1\)$")):
                 call(rank)
             call(0)
+
+
+@on_ranks(2)
+def test_a_graph_holds_no_counts_of_the_host(rank: int) -> None:
+    x, ids = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    routed = sys.modules["fusedcomm.ops.routed"]
+    with fresh_group() as group, fusedcomm.force_algorithm("unfused"):
+        with mock.patch.object(routed, "is_for_capture", return_value=True), pytest.raises(RuntimeError, match="fused"):
+            fusedcomm.moe_dispatch(x, ids, 2, 8, group)
+        rows, *_ = fusedcomm.moe_dispatch(x, ids, 2, 8, group)
+        assert rows.sum() == (0 if rank else 64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "arch", "takes"),
+    [
+        (torch.bfloat16, 8, 90, True),
+        (torch.bfloat16, 8, 80, None),
+        (torch.float32, 4, 90, None),
+        (torch.float32, 5, 90, False),
+        (torch.float64, 4, 90, False),
+    ],
+)
+def test_grouped_matmuls_of_torch(monkeypatch: Any, dtype: torch.dtype, n: int, arch: int, takes: bool | None) -> None:
+    """``takes``: None where torch multiplies, but waits for the host."""
+    size = {"device": torch.device("cuda"), "dtype": dtype, "itemsize": dtype.itemsize, "is_cuda": True}
+    h, w = (SimpleNamespace(shape=shape, **size) for shape in ((3, 8), (2, 8, n)))
+    monkeypatch.setattr(routed_rows, "architecture", lambda device: arch)
+    monkeypatch.setattr(routed_rows, "is_for_capture", lambda device: False)
+    assert routed_rows._torch_takes(h, w) == (takes is not False)
+    monkeypatch.setattr(routed_rows, "is_for_capture", lambda device: True)
+    with nullcontext() if takes else pytest.raises(RuntimeError, match="must be of bfloat16"):
+        assert routed_rows._torch_takes(h, w)

@@ -168,10 +168,9 @@ def test_what_drops_plans(rank: int, how: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["NUM_SLOTS", "POST_BYTES"])
-def test_a_layout_that_plans_do_not_know_has_none(rank: int, name: str) -> None:
+def test_a_layout_that_plans_do_not_know_has_none(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment, name, 2 * getattr(segment, name))
+        patch.setattr(segment, "NUM_SLOTS", 2 * segment.NUM_SLOTS)
         with started_group("chunked") as group, python_calls() as ran:
             for seed in range(CALLS):
                 check(group, HEADS, call(group, HEADS, seed), seed)
@@ -209,7 +208,6 @@ def test_settings_that_change_later_reach_no_call(rank: int) -> None:
     later = {
         "ALGORITHM": "unfused",
         "WORKSPACE_BYTES": "8192",
-        "RESULTS_BYTES": "0",
         "PROVE": "0",
         "CACHE_DIR": os.devnull,
     }

@@ -331,8 +331,8 @@ def test_a_rank_that_leaves_a_proof_leaves_an_error_until_a_reset(rank: int, tmp
 def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path: Path) -> None:
     allocate = Member._allocate
 
-    def without(self: Member, size: int, *, initialise: bool) -> Any:
-        return (None, "has no memory") if rank == 1 else allocate(self, size, initialise=initialise)
+    def without(self: Member, size: int) -> Any:
+        return (None, "has no memory") if rank == 1 else allocate(self, size)
 
     with proving(tmp_path) as (group, made):
         with mock.patch.object(Member, "_allocate", without):

@@ -15,10 +15,9 @@ from torch.utils import _pytree as pytree
 
 import fusedcomm
 from fusedcomm.ops.formula import Formula
-from tests.helpers.in_place import without_plans
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
-from tests.helpers.prepared import IN_PYTHON, python_calls, started_group
+from tests.helpers.prepared import IN_PYTHON, python_calls, started_group, without_plans
 from tests.helpers.problems import GATHERS, OPS, Problem, flat, integers, unflat
 from tests.helpers.spies import Dispatched, first_arguments
 from tests.helpers.tiers import nightly_but

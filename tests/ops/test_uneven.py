@@ -17,8 +17,8 @@ from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import EVEN, Splits, chunk_parts
 from fusedcomm.run import reference
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
-from tests.helpers.in_place import after_peers, chunked_group, in_place_from, without_plans
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.prepared import without_plans
 from tests.helpers.spies import Dispatched
 from tests.helpers.tiers import nightly_but
 from tests.helpers.uneven import Uneven, chunk_sizes, draw
@@ -56,6 +56,7 @@ CASES: dict[str, tuple[int, Uneven]] = {
     "back-ranges": (2, out_of_attention(7, 3, scatter=((0, 4), (3, 4)))),
     "back-long-runs": (2, Uneven(BACK, (9, 3, 130), 2, gather_dim=1, scatter_dim=0)),
     "gather-splits": (4, Uneven(GATHER, (2, 9, 4), 1, gather_dim=1, gather=(3, 0, 5, 1))),
+    "gather-many-rows": (2, Uneven(GATHER, (533, 4), gather_dim=0)),
     "gather-long-k": (2, Uneven(GATHER, (4, 401), 1, gather_dim=1)),
     "reduce-rows": (3, Uneven(REDUCE, (7, 4), 1, scatter_dim=0, bias=True)),
     "reduce-columns": (3, Uneven(REDUCE, (4, 11), 1, scatter_dim=1, bias=True)),
@@ -185,29 +186,6 @@ def test_one_rank_takes_its_part(rank: int) -> None:
         case = CASES[name][1]
         alone = replace(case, gather=None, scatter=None if case.scatter_dim is None else ((1, 2),))
         check_call(alone, 0, 1, 0)
-
-
-IN_PLACE = {
-    "rows": Uneven(A2A, (601, 7), gather_dim=0, scatter_dim=1),
-    "gathered": Uneven(GATHER, (533, 4), gather_dim=0),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "python"])
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_chunks_come_in_place(rank: int, name: str, prepared: bool) -> None:
-    """Ranks have results of different sizes, and write into each other's."""
-    case, seen = IN_PLACE[name], 0
-    with chunked_group(prepared) as group:
-        for seed in range(16):
-            after_peers(group, seed % 2)
-            x, w, bias = case.inputs(2, seed)[rank]
-            out = case.call((x, w.requires_grad_(), bias), group, 2)  # what is gathered is kept, and so made
-            seen += len(in_place_from(member_of(group).workspace))
-            assert torch.equal(out, case.expected(case.inputs(2, seed))[rank])
-            del out
-    assert seen > 0
 
 
 @on_ranks(2)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from tests.helpers.groups import ALGORITHMS, call, check, check_values, empty_is_nan
-from tests.helpers.in_place import after_peers
+from tests.helpers.groups import ALGORITHMS, after_peers, call, check, check_values, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import ALL_PROBLEMS, NAMED, TABLES, as_list
 from tests.helpers.problems import (

@@ -25,7 +25,6 @@ from tests.helpers.schedule.multiprocessors import KERNELS, Footprint
 from tests.helpers.schedule.programs import (
     BF16,
     CPU,
-    CPU_WITH_HEAP,
     GPU,
     Calls,
     Program,
@@ -68,7 +67,6 @@ WAYS: dict[str, tuple[str, Device]] = {
     "chunked": ("chunked", GPU),
     "chunked, signals by kernels": ("chunked", GPU._replace(writes_by_stream=False)),
     "chunked, on CPUs": ("chunked", CPU),
-    "chunked, on CPUs in place": ("chunked", CPU_WITH_HEAP),
     "fused": ("fused", GPU),
     "fused, by copy engines": ("fused", GPU._replace(least_copied=0)),
     "fused, by kernels": ("fused", GPU._replace(least_copied=1 << 62)),
@@ -186,17 +184,16 @@ def test_streams_wait_twice_in_one_round_of_two_ranks(problem: Problem) -> None:
     assert two.counts()["EndRound"] > 1 and Stream.READS in {step.stream for step in two.steps}
 
 
-@pytest.mark.parametrize("way", ["chunked", "chunked, on CPUs", "chunked, on CPUs in place"])
+@pytest.mark.parametrize("way", ["chunked", "chunked, on CPUs"])
 def test_a_missing_signal_is_found(way: str) -> None:
     world = replace(world_of(way), changed=without(is_a(Signal), ranks=(0,)))
     texts = found(world, calls(PROBLEMS[:1], twice=False))
     assert any("nobody signals" in text and "src_rank=0" in text for text in texts)
 
 
-@pytest.mark.parametrize("way", ["chunked, on CPUs", "chunked, on CPUs in place"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_a_wait_that_is_left_out_is_found(problem: Problem, way: str) -> None:
-    world = replace(world_of(way), changed=without(is_a(Wait, src_rank=1), ranks=(0,)))
+def test_a_wait_that_is_left_out_is_found(problem: Problem) -> None:
+    world = replace(world_of("chunked, on CPUs"), changed=without(is_a(Wait, src_rank=1), ranks=(0,)))
     assert found(world, calls([problem], twice=False))
 
 
@@ -252,7 +249,7 @@ def test_memory_that_nobody_holds_is_found() -> None:
     assert texts and all("memory is used again too early" in text for text in texts)
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if name != "chunked, on CPUs in place"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_single_slot_is_a_race(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "NUM_SLOTS", 1)
     texts = found(world_of(way), calls(PROBLEMS[:1], twice=False))
@@ -351,7 +348,7 @@ def order_of(cases: Sequence[Uneven | Case], device: Device = GPU, dtype: torch.
     return HappensBefore(World(2, SLOT_BYTES * 2, "chunked", device=device).enqueue(calls(cases, dtype)))
 
 
-@pytest.mark.parametrize("device", [GPU, CPU, CPU_WITH_HEAP], ids=["GPU", "CPU", "in place"])
+@pytest.mark.parametrize("device", [GPU, CPU], ids=["GPU", "CPU"])
 def test_nothing_races_and_no_wait_is_blocked(device: Device) -> None:
     order = order_of([*UNEVEN, *UNEVEN_IN_ROUNDS, NormCase(SCATTERED.op, (1537, 192))], device)
     assert not races(order) and not blocked_waits(order)

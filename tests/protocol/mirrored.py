@@ -1,7 +1,7 @@
 """The functions that the model mirrors, by part of the model, with digests (tests/protocol/mirrors.py).
 
 A call's writes, signals, waits and reads come from its schedule (tests/protocol/words.py). Mirrored is what no schedule
-says: counters and words inside kernels and the native part, failures on the host, resets, and posts. What whole kernels
+says: counters and words inside kernels and the native part, failures on the host, and resets. What whole kernels
 store and signal is seen in tests/run/test_kernel_effects.py.
 """
 
@@ -16,7 +16,7 @@ MIRRORED: Mirrors = {
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
     },
     "words._Rows": {
-        "fusedcomm/run/routed_rows.py:InPlace": ("counts send collect _slot _signal _wait", "51ad62e25edb"),
+        "fusedcomm/run/routed_rows.py:BySlots": ("counts send collect _slot _signal _wait", "51ad62e25edb"),
     },
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (
@@ -45,14 +45,5 @@ MIRRORED: Mirrors = {
         ),
         "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
-    },
-    "results.ResultsInPlace": {
-        "kernels/cpu/rounds.h": ("post post_of is_peer_late stamp_of posted mark mark_of is_marked", "249c45352355"),
-        "kernels/cpu/results_heap.cpp": ("place is_warm", "1b5af1c331e4"),
-        "kernels/cpu/heap_memory.h": ("take give_back release_held punch retire", "525f04ce70f5"),
-        "kernels/cpu/plan.cpp": ("ask", "57b7018701c4"),
-        "fusedcomm/memory/results.py:Results": ("retire", "dbd65e5824f4"),
-        "fusedcomm/memory/workspace.py:Workspace": ("post posted _stamp _retire_results", "f9e2c79b7ed6"),
-        "fusedcomm/memory/group_member.py:Member": ("close _make_results _drop_results _share", "a99e27c81ac4"),
     },
 }

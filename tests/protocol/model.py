@@ -10,8 +10,6 @@ Checks, by the names that violations begin with:
     wrong data without an error       always: a round that a rank takes for good holds words of another round
     error before the end              if ranks end and nothing else is wrong: a round that they had completed
 
-and those of results in place (tests/protocol/results.py).
-
 tests/protocol/mirrors.py lists the code that this mirrors. The order of memory is not modelled: each step is seen by
 all ranks at once (tests/kernels/test_compile_only.py checks releases and acquires).
 """
@@ -19,7 +17,6 @@ all ranks at once (tests/kernels/test_compile_only.py checks releases and acquir
 from collections.abc import Callable
 
 from tests.protocol.explorer import Violation
-from tests.protocol.results import ResultsInPlace
 from tests.protocol.scenario import RESET, Scenario, Step, compile_script
 from tests.protocol.state import DEAD, RAISED, RUNNING, Moves, Rank, Stamp, State, put, received, sent, with_word
 
@@ -29,7 +26,6 @@ class ProtocolModel:
         self.scenario, self.rules, self.size = scenario, scenario.rules, scenario.group_size
         self.programs = [compile_script(scenario, rank) for rank in range(self.size)]
         self.num_segments = 1 + max(script.count(RESET) for script in scenario.scripts)
-        self.results = ResultsInPlace(scenario, self.programs, self.num_segments)
         self.do: dict[str, Callable[[State, int, Rank, Step], Moves]] = {
             "enter": self._enter,
             "write": self._write,
@@ -41,7 +37,6 @@ class ProtocolModel:
             "finish": self._finish,
             "arrive": self._arrive,
             "depart": self._depart,
-            **self.results.do,
         }
         # The receive step that reads what src wrote: data are unread until it is done.
         self.reads = [
@@ -53,7 +48,7 @@ class ProtocolModel:
     def initial(self) -> State:
         empty: tuple[Stamp, ...] = ((),) * (self.num_segments * self.size * self.rules.num_slots * self.size)
         broken = (0,) * (self.num_segments * self.size * self.size)
-        return State((Rank(),) * self.size, empty, empty, broken, self.results.initial())
+        return State((Rank(),) * self.size, empty, empty, broken)
 
     def finished(self, state: State) -> bool:
         return all(rank.status != RUNNING or self._done(r, rank) for r, rank in enumerate(state.ranks))
@@ -75,8 +70,7 @@ class ProtocolModel:
                 faults.append((f"rank {r} dies", put(state, r, rank._replace(status=DEAD))))
             if r in self.scenario.leaves and (step := self._inside(r, rank)) is not None:
                 left = rank._replace(leaving=True, error=True, breaking=1, gave_up=(step.segment, step.epoch))
-                after = self.results.failed(put(state, r, left), r)
-                faults.append((f"rank {r} leaves round {step.epoch}", after))
+                faults.append((f"rank {r} leaves round {step.epoch}", put(state, r, left)))
             if r in self.scenario.ends and (step := self._between(r, rank)) is not None:
                 ended = rank._replace(leaving=True, ended=True, breaking=1, gave_up=(step.segment, step.epoch))
                 faults.append((f"rank {r} ends before round {step.epoch}", put(state, r, ended)))
@@ -96,13 +90,7 @@ class ProtocolModel:
         for step in steps:
             if step is not None:
                 for how, after in self.do[step.what](state, r, rank, step):
-                    yield _label(r, step) + how, self._with_next(after, r)
-
-    def _with_next(self, state: State, r: int) -> State:
-        """The state after the steps too that are one with the one that r has done."""
-        while (step := self._next_send(r, state.ranks[r])) is not None and step.at_once:
-            ((_, state),) = self.do[step.what](state, r, state.ranks[r], step)
-        return state
+                    yield _label(r, step) + how, after
 
     def _next_send(self, r: int, rank: Rank) -> Step | None:
         sends = self.programs[r].sends
@@ -122,8 +110,7 @@ class ProtocolModel:
 
     def _free_enter(self, r: int, rank: Rank) -> Step | None:
         step = self._next_send(r, rank) if rank.status == RUNNING and not rank.error else None
-        found_nothing = (self.scenario.device and r not in self.scenario.ends) or not self.scenario.faulty
-        free = found_nothing and not self.scenario.blocks
+        free = (self.scenario.device and r not in self.scenario.ends) or not self.scenario.faulty
         return step if step is not None and step.what == "enter" and free else None
 
     def _between(self, r: int, rank: Rank) -> Step | None:
@@ -146,15 +133,12 @@ class ProtocolModel:
             return
         if rank.error:
             yield ", raises", self._raised(state, r, rank)
-        yield from self.results.entered(sent(state, r), r, step)
+        yield "", sent(state, r)
 
     def _write(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         peers = [peer for peer in range(self.size) if peer != r]
         if step.counts and any(rank.received <= self.reads[r][src, step.segment, step.counts] for src in peers):
             raise Violation(f"rows placed before the counts: {_label(r, step)}")
-        if rank.matched and self.results.fits(rank, step):
-            yield ", in place", self.results.write(state, r, rank, step)
-            return
         cell = self._cell(step, step.other, step.slot, r)
         segment, failed = rank.gave_up
         if rank.error and self.rules.gives_up_earlier and segment == step.segment and 1 < failed < step.epoch:
@@ -163,12 +147,11 @@ class ProtocolModel:
                 if broken != state.broken:
                     yield ", gives up on the round before", state._replace(broken=broken)
                     return
-        after = self.results.past_mark(state, r, rank)
         for src in range(self.size) if self._strict(state, step) else ():
             stamp = state.data[self._cell(step, step.other, step.slot, src)]
             if stamp[:2] != (step.segment, step.epoch) and self._unread(state, step.other, src, stamp):
                 raise Violation(f"overwrite of unread data: {_label(r, step)} over round {stamp[1]}")
-        yield "", after._replace(data=with_word(state.data, cell, (step.segment, step.epoch, step.op)))
+        yield "", sent(state, r)._replace(data=with_word(state.data, cell, (step.segment, step.epoch, step.op)))
 
     def _unread(self, state: State, owner: int, src: int, stamp: Stamp) -> bool:
         """The owner's own rows are for its peers."""
@@ -179,8 +162,7 @@ class ProtocolModel:
 
     def _signal(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         cell = self._cell(step, step.other, step.epoch % self.rules.num_slots, r)
-        after = self.results.signalled(sent(state, r), r, step)
-        yield "", after._replace(flags=with_word(state.flags, cell, (step.epoch, step.op)))
+        yield "", sent(state, r)._replace(flags=with_word(state.flags, cell, (step.epoch, step.op)))
 
     def _wait(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
         flag = state.flags[self._cell(step, r, step.epoch % self.rules.num_slots, step.other)]
@@ -207,13 +189,11 @@ class ProtocolModel:
         return put(state, r, rank._replace(received=rank.received + 1, failed=True))
 
     def _read(self, state: State, r: int, rank: Rank, step: Step) -> Moves:
-        stamp = self.results.found(state, r, step)
-        if stamp is None:
-            owner = step.other if step.what == "fetch" else r
-            stamp = state.data[self._cell(step, owner, step.slot, step.other)]
-            latest = max(state.data[self._cell(step, owner, step.slot, src)] for src in range(self.size))
-            if latest[:2] > (step.segment, step.epoch):  # rows lie anywhere in a slot, and chunks have any size
-                stamp = latest
+        owner = step.other if step.what == "fetch" else r
+        stamp = state.data[self._cell(step, owner, step.slot, step.other)]
+        latest = max(state.data[self._cell(step, owner, step.slot, src)] for src in range(self.size))
+        if latest[:2] > (step.segment, step.epoch):  # rows lie anywhere in a slot, and chunks have any size
+            stamp = latest
         matching = (step.segment, step.epoch, step.op)
         if stamp != matching and self._strict(state, step):
             late = "overwrite of unread data" if stamp > matching else "read before the matching write"
@@ -230,7 +210,7 @@ class ProtocolModel:
         elif rank.wrong:
             raise Violation(f"wrong data without an error: {_label(r, step)}")
         else:
-            yield "", self.results.finished(received(state, r), r, step)
+            yield "", received(state, r)
 
     # failures
 
@@ -241,7 +221,7 @@ class ProtocolModel:
         if self.scenario.only_ends and not any(each.ended and each.gave_up <= place for each in state.ranks):
             raise Violation(f"error before the end: {_label(r, step)}")
         failed = rank._replace(error=True, breaking=1, gave_up=(step.segment, step.epoch))
-        return self.results.failed(put(state, r, failed), r)
+        return put(state, r, failed)
 
     def _tell(self, state: State, r: int, rank: Rank) -> tuple[str, State]:
         """Write the broken word of one rank's header."""
@@ -263,7 +243,6 @@ class ProtocolModel:
         resets = [i for i, step in enumerate(receives) if step.what == "arrive" and i >= rank.received]
         done = (receives[resets[0]].after, resets[0]) if resets else (len(sends), len(receives))
         left = rank._replace(sent=done[0], received=done[1], failed=False, wrong=False, leaving=False)
-        left = left._replace(matched=False, place=())
         return put(state, r, left)
 
     def _given_up(self, state: State, r: int, step: Step) -> bool:

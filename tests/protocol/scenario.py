@@ -19,24 +19,6 @@ from tests.protocol.words import Traffic, Word, words
 
 
 @dataclass(frozen=True)
-class ResultRules:
-    """The rules of results in place. Every default is what the protocol says."""
-
-    post: tuple[str, ...] = ("post", "stamp")
-    chunk: tuple[str, ...] = ("look", "place", "write", "mark", "signal")
-    posts_after_reads: bool = True  # a rank posts when it has done all reads of the round before
-    compares_epoch: bool = True  # a sender takes a post of its own round, not of one before
-    compares_fingerprint: bool = True
-    compares_layout: bool = True  # a sender takes a post of a result that has its chunk where the sender would put it
-    compares_size: bool = True
-    mark_names: str = "epoch"  # a receiver takes a mark of its own round; "op": of the same call; "nothing": any
-    copies_slots_only: bool = True  # what is in place is not copied out
-    holds_until: str = "finish"  # or "signal": a call's result is the user's, to free, when its own last signal is set
-    retires: bool = True  # a block of a call that has failed is not used again
-    heap_after_reset: str = "new"  # or "forgotten": the memory is kept, but not who has which block
-
-
-@dataclass(frozen=True)
 class Rules:
     """The rules of the protocol. Every default is what the code does, and every other value a planted bug."""
 
@@ -59,7 +41,6 @@ class Rules:
     new_segment: bool = True  # a reset makes a new segment
     drains: bool = True  # a rank waits for its device before it comes to a reset
     clears_before_agreement: bool = True  # a rank clears its own header in a reset
-    results: ResultRules = field(default_factory=ResultRules)
 
 
 @dataclass(frozen=True)
@@ -70,13 +51,7 @@ class Call:
     traffic: Traffic | None = None
     is_empty: bool = False  # nobody has anything to send
     slot: int | None = None  # the slot where a captured copy writes and reads; None: by the epoch
-    size: int = 1  # the size of the result, which peers of another size do not know from the op
-    layout: int = 0  # where its chunks are in the result, which peers do not know from the op either
-    sizes: tuple[int, ...] = ()  # that of each rank, where parts differ in size: all ranks know these from the op
     counts_first: bool = False  # its last round's writes go where the counts of the round before say
-
-    def size_on(self, rank: int) -> int:
-        return self.sizes[rank] if self.sizes else self.size
 
 
 def _even(*args: Any, **options: Any) -> Callable[[int], Problem]:
@@ -111,7 +86,7 @@ ALL_REDUCE = Call(4, Traffic(_even((12, 8), 6, op="matmul_all_reduce")))
 HANDSHAKE = Call(5, _NO_ROWS, is_empty=True)
 EMPTY = Call(6, _NO_ROWS, is_empty=True)
 EMPTY_FROM_0 = Call(6, Traffic(_uneven(lambda size: (0,) + (2,) * (size - 1), (2,)), "chunked"))
-UNEVEN = Call(8, Traffic(_uneven(None, (4, 0)), "chunked"), sizes=(2, 1, 1))  # nothing is sent to rank 1
+UNEVEN = Call(8, Traffic(_uneven(None, (4, 0)), "chunked"))  # nothing is sent to rank 1
 OTHER_OP = Call(9, _PUSH)
 PLAIN_PUSH = replace(PUSH, traffic=_plain("all_to_all", 0, 1))
 PLAIN_GATHER = replace(GATHER, traffic=_plain("all_gather", 0, None))
@@ -122,7 +97,6 @@ COMBINE = Call(11, Traffic(lambda group_size: COMBINED))
 RETURN = Call(12, Traffic(lambda group_size: RETURNED))
 GATHERED_K = replace(PUSH, traffic=Traffic(_even((12, 6), 4, 0, 1, op="all_to_all_matmul")))  # the same exchange
 Script = tuple[Call, ...]
-AT_ONCE = ("stamp", "place", "mark")
 
 
 def in_rounds(call: Call, count: int) -> Call:
@@ -150,9 +124,6 @@ class Scenario:
     leaves: tuple[int, ...] = ()  # ranks that may leave a call by an exception, at any step
     ends: tuple[int, ...] = ()  # ranks whose program may end, between any two calls
     mismatched: bool = False  # the scripts differ
-    blocks: int = 0  # in the results heap of each rank; 0: no results in place
-    offers: tuple[int, ...] = (0, 1, 2)  # ranks whose results may be in their heap
-    whole_posts: bool = False  # a post is written and read in one step, and so are a chunk in place and its mark
 
     @property
     def group_size(self) -> int:
@@ -179,10 +150,6 @@ class Step(NamedTuple):
     op: int
     slot: int  # the slot of the data
     after: int  # steps of the rank's other program that come before
-    size: int = 0  # the size of a result that may be in place
-    layout: int = 0
-    last: int = 0  # the last epoch of the call
-    at_once: bool = False  # whether it is one step with the one before
     counts: int = 0  # the epoch of the counts that say where it writes
 
 
@@ -217,8 +184,7 @@ class _Segment:
             else:
                 left_out = call.is_empty and not self.rules.takes_part_in_empty_rounds
                 traffic.append((call, None if left_out else call.traffic))
-        of = rank, scenario.group_size, scenario.device, scenario.blocks > 0
-        self.words = words(tuple(each for _, each in traffic), *of)
+        self.words = words(tuple(each for _, each in traffic), rank, scenario.group_size, scenario.device)
         self.calls: list[tuple[Call, int]] = []  # by round, from 1 on, with the last one of the call
         for (call, _), count in zip(traffic, self.words.num_rounds, strict=True):
             self.calls += [(call, len(self.calls) + count)] * count
@@ -242,50 +208,22 @@ class _Segment:
         rules, of_round = self.rules, [each for each in before if each.epoch == word.epoch]
         after = self.received[word.after]
         call, last = self.calls[word.epoch - 1]
-        has_counts = call.counts_first and word.epoch == last
-        if has_counts and not self.rules.rows_after_counts:
+        if call.counts_first and word.epoch == last and not rules.rows_after_counts:
             after = self.received[next(each.after for each in before if each.epoch == word.epoch - 1)]
-        if not self.rules.reads_before_next_signals:
+        if not rules.reads_before_next_signals:
             after = max((i + 1 for i, what in enumerate(self.kinds[:after]) if what == "wait"), default=0)
         if not of_round and (word.epoch == 1 or self.calls[word.epoch - 2][1] != last):
-            self.sends.append(self._step("enter", word._replace(other=self.rank), self._posted(word, after)))
-        if word.what == "post":
-            self.sends += [self._step(what, word, self._posted(word, after)) for what in rules.results.post]
-        elif word.what == "show":
+            self.sends.append(self._step("enter", word._replace(other=self.rank), after))
+        if word.what == "show":
             self.sends.append(self._step("show", word, after))
         elif word.what == "signal":
-            of_chunk = [each for each in before if each.epoch == word.epoch - has_counts and each.what == "look"]
-            of_chunk = [each for each in (*of_chunk, *of_round) if each.other == word.other and each.what != "post"]
-            chunk = [each.what for each in of_chunk]
-            if "write" not in chunk:
+            order: tuple[str, ...] = ("write", "signal") if rules.data_before_flag else ("signal", "write")
+            if not any(each.what == "write" and each.other == word.other for each in of_round):
                 order = ("signal",) * rules.signals_empty_chunks
-            elif "look" in chunk:
-                order = rules.results.chunk
-            else:
-                order = ("write", "signal") if rules.data_before_flag else ("signal", "write")
-            for what in order:
-                looks = has_counts and what in ("look", "place")
-                of = of_chunk[0] if looks else word
-                self.sends.append(self._step(what, of, self.received[of.after] if looks else after))
-
-    def _posted(self, word: Word, after: int) -> int:
-        """How far the receives must be before a post of the round."""
-        if self.rules.results.posts_after_reads:
-            return after
-        ends = [i + 1 for i, what in enumerate(self.kinds[:after]) if what == "finish"]
-        return ends[-2] if len(ends) > 1 else 0
+            self.sends += [self._step(what, word, after) for what in order]
 
     def _step(self, what: str, word: Word, after: int) -> Step:
         call, last = self.calls[word.epoch - 1]
         slot = word.epoch % self.rules.num_slots if call.slot is None else call.slot
-        size = call.size_on(word.other if what in ("look", "place", "write", "mark", "signal") else self.rank)
-        if what == "enter" and not self._posts(last):
-            size = 0
-        at_once = self.scenario.whole_posts and what in AT_ONCE
-        facts = size, call.layout, last, at_once
         counts = word.epoch - 1 if call.counts_first and what == "write" and word.epoch == last else 0
-        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, *facts, counts)
-
-    def _posts(self, last: int) -> bool:
-        """Whether peers may write the result of the call in place."""
-        return any(each.what == "post" and self.calls[each.epoch - 1][1] == last for each in self.words.sends)
+        return Step(what, word.other, self.segment, word.epoch, call.op, slot, after, counts)

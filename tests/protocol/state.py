@@ -21,18 +21,6 @@ class Rank(NamedTuple):
     ended: bool = False  # whether its program ends, or has ended
     arrived: int = 0  # resets that its host has come to
     status: int = RUNNING
-    matched: bool = False  # whether the chunk that it sends goes to the place that the peer has posted
-    place: tuple[int, ...] = ()  # the (block, size) that it has read from the peer's post
-
-
-class Results(NamedTuple):
-    """The heaps of results, and the words about them in the headers, by the functions of tests/protocol/results.py."""
-
-    blocks: tuple[Stamp, ...] = ()  # what each block of a heap is for: FREE, HELD, FAILED, or a call
-    places: tuple[Stamp, ...] = ()  # what src_rank has written into the block
-    posts: tuple[tuple[int, ...], ...] = ()  # the (block, size) that src_rank offers to the owner of the header
-    stamps: tuple[tuple[int, ...], ...] = ()  # the (epoch, op, layout) of that post
-    marks: tuple[int, ...] = ()  # the epoch in which src_rank last wrote in place, by slot
 
 
 class State(NamedTuple):
@@ -42,7 +30,6 @@ class State(NamedTuple):
     data: tuple[Stamp, ...]
     flags: tuple[Stamp, ...]
     broken: tuple[int, ...]
-    results: Results = Results()
 
 
 Moves = Iterator[tuple[str, State]]

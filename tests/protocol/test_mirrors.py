@@ -19,7 +19,7 @@ def test_all_algorithms_put_the_same_on_the_wire(call: Call) -> None:
 
     def on_the_wire(algorithm: str, rank: int, device: bool) -> tuple[list[Any], list[Any]]:
         assert call.traffic is not None
-        found = words((replace(call.traffic, algorithm=algorithm),) * 2, rank, 3, device, False)
+        found = words((replace(call.traffic, algorithm=algorithm),) * 2, rank, 3, device)
         return [word[:3] for word in found.sends], sorted(word[:3] for word in found.receives)
 
     for rank in range(3):
@@ -29,7 +29,7 @@ def test_all_algorithms_put_the_same_on_the_wire(call: Call) -> None:
 
 def test_a_call_sends_and_receives_in_the_order_of_its_schedule() -> None:
     """By hand: rank 1 of 3 sends to the next rank first, and receives from the one that has sent to it first."""
-    (sends, receives, _) = words((PUSH.traffic,), 1, 3, False, False)
+    (sends, receives, _) = words((PUSH.traffic,), 1, 3, False)
     assert [word[:2] for word in sends] == [("write", 2), ("signal", 2), ("write", 0), ("signal", 0)]
     assert [word[:2] for word in receives] == [("wait", 0), ("read", 0), ("wait", 2), ("read", 2), ("finish", 1)]
     assert [word.after for word in receives] == [4] * 5

@@ -3,7 +3,6 @@
 A rank has two programs, as it has streams: what it sends, and what it receives. Its own chunk is in neither.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,7 +17,7 @@ from tests.helpers.problems import Problem
 from tests.helpers.schedule.happens_before import HappensBefore, Node
 from tests.helpers.schedule.kernel_effects import EPOCH, WORD, Group
 from tests.helpers.schedule.operations import Flag, Kind, Step
-from tests.helpers.schedule.programs import CPU, CPU_WITH_HEAP, GPU, exchange_of, memory_of, schedule, token_schedules
+from tests.helpers.schedule.programs import CPU, GPU, exchange_of, memory_of, schedule, token_schedules
 from tests.helpers.schedule.region import Region
 from tests.helpers.schedule.walk import Walk
 from tests.helpers.uneven import Uneven
@@ -39,7 +38,7 @@ class Traffic:
 
 
 class Word(NamedTuple):
-    what: str  # "post", "look", "write", "show" or "signal"; or "wait", "read", "fetch" or "finish"
+    what: str  # "write", "show" or "signal"; or "wait", "read", "fetch" or "finish"
     other: int  # rank; "show" writes the own slot, which all peers "fetch"
     epoch: int
     after: int  # words of the other program that come before, by the rank's own streams, events and flag
@@ -52,11 +51,11 @@ class Words(NamedTuple):
 
 
 @cache
-def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device: bool, in_place: bool) -> Words:
+def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device: bool) -> Words:
     """The words of calls one after the other. None takes a round in which the rank does nothing."""
-    group, facts = Group("group", tuple(range(group_size))), CPU_WITH_HEAP if in_place else CPU
+    group = Group("group", tuple(range(group_size)))
     memory = memory_of(rank, group_size, SLOT_BYTES)
-    walk, num_rounds = Walk(rank, [group], [memory], posts=in_place), list[int]()
+    walk, num_rounds = Walk(rank, [group], [memory]), list[int]()
     chunk_bytes: dict[int, int] = {}  # by epoch; 0: rows anywhere in the slot; -1: the slot of a peer is read
     for call in calls:
         before = walk.epochs[group.name]
@@ -68,7 +67,7 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
                 schedules = token_schedules(memory, BY_KERNELS)
                 walk.call(schedules[problem != DISPATCH], replace(group, pulls=problem == COMBINE))
             else:
-                getattr(_Rows(walk, group, in_place), COMBINE if problem == RETURN else problem)()
+                getattr(_Rows(walk, group), COMBINE if problem == RETURN else problem)()
             counts = _counts_bytes(group_size)
             kinds = (
                 [counts, 0 if device else counts]
@@ -80,7 +79,7 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
             algorithm = call.algorithm if device else "chunked"
             num_bytes = exchange_of(problem, memory).chunk_numel * ITEM_BYTES // call.num_rounds
             cut = memory._replace(max_chunk_bytes=max(num_bytes, ITEM_BYTES))
-            walk.call(schedule(problem, cut, BY_KERNELS if device else facts, algorithm), group)
+            walk.call(schedule(problem, cut, BY_KERNELS if device else CPU, algorithm), group)
             chunk_bytes |= dict.fromkeys(range(before + 1, walk.epochs[group.name] + 1), num_bytes)
         num_rounds.append(walk.epochs[group.name] - before)
     order = HappensBefore([walk.enqueued])
@@ -92,34 +91,23 @@ def words(calls: tuple[Traffic | None, ...], rank: int, group_size: int, device:
 
 
 class _Rows:
-    """The words of `fusedcomm.run.routed_rows.InPlace`, which has no schedule (tests/protocol/mirrored.py)."""
+    """The words of `fusedcomm.run.routed_rows.BySlots`, which has no schedule (tests/protocol/mirrored.py)."""
 
-    def __init__(self, walk: Walk, group: Group, posts: bool) -> None:
-        self.walk, self.group, self.posts, self.rank = walk, group, posts, walk.rank
+    def __init__(self, walk: Walk, group: Group) -> None:
+        self.walk, self.group, self.rank = walk, group, walk.rank
         self.peers, self.sources = (order(self.rank, len(group.ranks)) for order in (peers_of, sources_of))
         self.peers.remove(self.rank)
         self.sources.remove(self.rank)
 
     def dispatch(self) -> None:
-        posts, epoch = f"posts of {self.group.name}", self.walk.epochs[self.group.name] + 1
-        if self.posts:
-            self._do(signals=[Flag(posts, dst, self.rank, epoch) for dst in self.peers])
-        for dst in self.peers:
-            self._do(writes=[self._slot(dst, self.rank)])
-            self._signal(dst)
-        for src in self.sources:
-            self._wait(src)
-            self._do(reads=[self._slot(self.rank, src)])
-            if self.posts:
-                self._do(waits=[Flag(posts, self.rank, src, epoch)])
-        self._end_round()
-        for dst in self.peers:
-            self._do(writes=[Region(f"result on rank {dst}", 0, WORD) if self.posts else self._slot(dst, self.rank)])
-            self._signal(dst)
-        for src in self.sources:
-            self._wait(src)
-            self._do(reads=[self.group.mark(self.rank, src) if self.posts else self._slot(self.rank, src)])
-        self._end_round()
+        for _ in ("counts", "rows"):
+            for dst in self.peers:
+                self._do(writes=[self._slot(dst, self.rank)])
+                self._signal(dst)
+            for src in self.sources:
+                self._wait(src)
+                self._do(reads=[self._slot(self.rank, src)])
+            self._end_round()
 
     def combine(self) -> None:
         self._do(writes=[self._slot(self.rank)])
@@ -160,36 +148,28 @@ _Found = tuple[str, int, int, Node]  # what, the other rank, epoch
 def _sends(
     nodes: Sequence[Node], group: Group, rank: int, header_bytes: int, shown: Collection[int]
 ) -> Iterator[_Found]:
-    chunk: dict[int, dict[str, tuple[int, Node]]] = defaultdict(dict)  # by dst_rank: what comes before its signal
+    written: dict[int, Node] = {}  # by dst_rank
     own: Node | None = None
     for node in nodes:
-        for flag in node.step.waits:
-            if flag.group != group.name:
-                chunk[flag.src_rank]["look"] = flag.epoch, node
         for dst_rank in group.ranks:
-            if any(_is_chunk(each, group, dst_rank, header_bytes) for each in node.step.writes):
+            if any(_is_in_slot(each, group, dst_rank, header_bytes) for each in node.step.writes):
                 if dst_rank != rank:
-                    chunk[dst_rank].setdefault("write", (0, node))
+                    written.setdefault(dst_rank, node)
                 else:
                     own = node
         for flag in node.step.signals:
-            if flag.group != group.name:
-                yield "post", flag.dst_rank, flag.epoch, node
-                continue
             if own is not None and flag.epoch in shown:
                 yield "show", rank, flag.epoch, own
             own = None
             if flag.dst_rank != rank:
-                before = chunk.pop(flag.dst_rank, {})
-                yield from ((what, flag.dst_rank, epoch or flag.epoch, at) for what, (epoch, at) in before.items())
+                if (before := written.pop(flag.dst_rank, None)) is not None:
+                    yield "write", flag.dst_rank, flag.epoch, before
                 yield "signal", flag.dst_rank, flag.epoch, node
-    assert not chunk, "what is written is signalled"
+    assert not written, "what is written is signalled"
 
 
-def _is_chunk(region: Region, group: Group, owner: int, header_bytes: int) -> bool:
-    """Whether it is in a slot of the owner, or in a result of its."""
-    is_result = region.memory.startswith("result") and region.memory.endswith(f" on rank {owner}")
-    return is_result or (region.memory == group.segment(owner) and region.start >= header_bytes)
+def _is_in_slot(region: Region, group: Group, owner: int, header_bytes: int) -> bool:
+    return region.memory == group.segment(owner) and region.start >= header_bytes
 
 
 def _receives(
@@ -200,12 +180,10 @@ def _receives(
     epoch = next(epochs, 0)
     for node in nodes:
         for flag in node.step.waits:
-            if flag.group == group.name and flag.src_rank != rank:
+            if flag.src_rank != rank:
                 found.setdefault(("wait", flag.src_rank, flag.epoch), node)
-        marked = [src for src in group.ranks if group.mark(rank, src) in node.step.reads]
-        found.update({("read", src_rank, epoch): node for src_rank in marked})
         for owner, region in ((owner, each) for each in node.step.reads for owner in group.ranks):
-            if region.memory != group.segment(owner) or region.start < header_bytes:
+            if not _is_in_slot(region, group, owner, header_bytes):
                 continue
             kind = chunk_bytes[epoch]
             whole = [("fetch", owner)] if kind < 0 else [("read", src) for src in group.ranks]

@@ -18,7 +18,7 @@ NUM_GROUPS = 4  # made by new_group, beside WORLD and a mesh
 CAPS = (1 << 11, 1 << 12, 1 << 14)  # sizes of workspaces that make calls run in rounds
 MOST_ROUNDS = 1000  # about: peers that do not take part wait meanwhile, and their next call has a time-out
 FUSED_SHARE = {"cpu": 0.01, "cuda": 0.3}  # on a CPU it runs in Triton's interpreter
-REPEATED = 0.6  # share of calls that are like the group's last one: they are prepared, and results come in place
+REPEATED = 0.6  # share of calls that are like the group's last one, so that they are prepared
 JITTERS = (0.0, 0.02, 0.1)  # how often a rank sleeps within a round
 MESH_DIMS = ("outer", "inner")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.memory import group_member, members, results
+from fusedcomm.memory import group_member, members
 from fusedcomm.memory.group import store
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
@@ -32,7 +32,6 @@ from fusedcomm.ops.exact_problem import difference
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.tools.selftest import settings
 from tests.helpers.groups import empty_is_nan
-from tests.helpers.in_place import in_place_from
 from tests.soak import invoke
 from tests.soak.jitter import jitter
 from tests.soak.known_values import KnownValues
@@ -88,7 +87,6 @@ class _Worker:
         try:
             with (
                 mock.patch.object(group_member, "_MIN_SLOT_BYTES", LEAST_SLOT_BYTES),
-                mock.patch.object(results, "LEAST_BYTES", 1),
                 jitter(self.seed, self.program.jitter),
                 ThreadPoolExecutor(1) as self.beside,
             ):
@@ -145,7 +143,6 @@ class _Worker:
         self._count_call(call, plan)
         self._count("workspace", "rounds", group, (after.epoch if after else 0) - (0 if grown else epoch))
         self._count("workspace", "growths", group, int(grown))
-        self._count("workspace", "chunks in place", group, len(in_place_from(after)) if after else 0)
         return result
 
     @contextmanager

@@ -4,10 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from fusedcomm.bench import trace
-from fusedcomm.bench.host_cost.traces import (
+from fusedcomm.bench.measure import Options
+from fusedcomm.bench.op_bench import PROGRAMS
+from fusedcomm.bench.trace import PIDS_PER_RANK
+from fusedcomm.ops.whole_group import MatmulSize
+from fusedcomm.testing import RankPool
+from fusedcomm.tools.bench import record_op
+from tests.host_cost.traces import (
     READS,
     WRITES,
     Access,
@@ -17,13 +22,6 @@ from fusedcomm.bench.host_cost.traces import (
     misplaced_copies,
     races,
 )
-from fusedcomm.bench.measure import Options
-from fusedcomm.bench.op_bench import PROGRAMS
-from fusedcomm.bench.trace import PIDS_PER_RANK
-from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.run.profiler import LANES, lane
-from fusedcomm.testing import RankPool
-from fusedcomm.tools.bench import record_op
 
 SIZE = MatmulSize(300, 64, 96)
 
@@ -39,18 +37,11 @@ def test_the_lanes_of_an_op(ranks: Callable[[int], RankPool], op: str) -> None:
     assert every[0] == every[1]
     ours = [event for event in every[0]["traceEvents"] if event.get("cat") == "fusedcomm"]
     for rank in (0, 1):
-        lanes = {LANES[event["tid"]] for event in ours if event["pid"] == rank * PIDS_PER_RANK}
+        lanes = {trace.LANES[event["tid"]] for event in ours if event["pid"] == rank * PIDS_PER_RANK}
         assert {"matmul", "push", "wait"} <= lanes
     assert {"fusedcomm.wait rank 0", "fusedcomm.wait rank 1"} <= {event["name"] for event in ours}
     variants = {event["name"] for event in every[0]["traceEvents"] if event.get("cat") == "user_annotation"}
     assert {"variant: baseline", "variant: fusedcomm"} <= variants
-
-
-def test_nothing_is_recorded_where_nobody_profiles() -> None:
-    assert lane("matmul") is lane("wait", 3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled, lane("wait", 3):
-        torch.ones(1)
-    assert "fusedcomm.wait rank 3" in {event.name for event in profiled.events()}
 
 
 def rank_trace(base_us: float, offset: float) -> trace.Trace:

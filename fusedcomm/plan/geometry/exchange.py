@@ -21,7 +21,7 @@ from typing import Any
 
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.geometry.cut import Cut
-from fusedcomm.plan.geometry.spans import PeerSpans, Range, RoundSpans, block_shape, boxes, clip, moved, span
+from fusedcomm.plan.geometry.spans import ChunkSpans, Range, RoundSpans, block_shape, boxes, clip, moved, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
 _TILE_ROWS = 64  # of push_matmul_kernel
@@ -263,24 +263,19 @@ class Exchange:
                 sizes[dim] = parts.sizes[rank]
         return sizes
 
-    def _peer_spans(self, box: list[Range], peer: int) -> PeerSpans:
+    def _peer_spans(self, box: list[Range], peer: int) -> ChunkSpans:
         """The Spans of the chunks to and from a peer, clipped to ``box``, a round's part of the largest chunk."""
         assert self.cut is not None
         rank, gathered, scattered = self.cut
         sent_shape = self._chunk_shape(rank, peer)
         sent, received = clip(box, sent_shape), clip(box, self._chunk_shape(peer, rank))
-        first_from, own_first = (gathered.starts[peer], gathered.starts[rank]) if gathered else (0, 0)
+        first_from = gathered.starts[peer] if gathered else 0
         first_to = scattered.starts[peer] if scattered else 0
         block, first = (received, first_from) if self.gathers else (sent, first_to)
         (packed, pack_dim), (unpacked, dim) = self.packed if self.gathers else (sent_shape, None), self.unpacked
-        theirs = list(unpacked)
-        if self._scatter_dim is not None and scattered is not None:
-            theirs[self._scatter_dim] = scattered.sizes[peer]
         block = moved(block, self.split_dim, first)
-        return PeerSpans(
+        return ChunkSpans(
             *self._matmul_spans(0, block),
             pack=span(packed, pack_dim, 0, moved(sent, pack_dim, first_to)),
             unpack=span(unpacked, dim, 0, moved(received, dim, first_from)),
-            landing=span(theirs, dim, 0, moved(sent, dim, own_first)),
-            unpacked_numel=math.prod(theirs),
         )

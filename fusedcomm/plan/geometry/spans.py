@@ -25,18 +25,10 @@ class ChunkSpans:
 
 
 @dataclass(frozen=True)
-class PeerSpans(ChunkSpans):
-    """Spans of one peer alone."""
-
-    landing: Span  # the place of the chunk for the peer in the peer's unpacked tensor
-    unpacked_numel: int  # elements in the peer's unpacked tensor
-
-
-@dataclass(frozen=True)
 class RoundSpans(ChunkSpans):
     """Spans of all peers. ``by_peer``: where chunks differ in size; the others are then Spans of the largest."""
 
-    by_peer: tuple[PeerSpans, ...] = ()
+    by_peer: tuple[ChunkSpans, ...] = ()
 
     @property
     def chunk_numel(self) -> int:
@@ -46,14 +38,6 @@ class RoundSpans(ChunkSpans):
     def at(self, peer: int) -> ChunkSpans:
         """The Spans that hold for a peer."""
         return self.by_peer[peer] if self.by_peer else self
-
-    def landing(self, rank: int, dst_rank: int) -> Span:
-        """The place of the chunk of ``rank``, the own one, in dst_rank's unpacked tensor."""
-        return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)
-
-    def unpacked_numel(self, peer: int, own: int) -> int:
-        """Elements in the peer's unpacked tensor; ``own``: in this rank's."""
-        return self.by_peer[peer].unpacked_numel if self.by_peer else own
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,6 @@ CONTROLS: dict[str, Control] = {
         "                pass",
         "tests/memory/test_workspace.py::test_many_calls_with_a_late_rank_are_exact",
     ),
-    "a step with a condition asks for it": Control(
-        EXECUTOR,
-        "                if step.when is not None and self.answers[step.when[:2]] != step.when.answer:",
-        "                if False:",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[False-2]",
-    ),
     "a round on a CPU has an end": Control(
         MOVES,
         "        s.add(EndRound())\n\n    def _unpack_by_kernel",
@@ -194,7 +188,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "        if flag != epoch << FINGERPRINT_BITS | fingerprint:",
         "        if flag >> FINGERPRINT_BITS != epoch:",
-        "tests/ops/test_in_place_faults.py::test_a_peer_with_other_shapes_or_dims",
+        "tests/memory/test_faults.py::test_a_peer_with_other_shapes_or_dims",
     ),
     "a round left half way is broken": Control(
         WORKSPACE,
@@ -341,18 +335,6 @@ CONTROLS: dict[str, Control] = {
         "start = src_rank * numel * dtype.itemsize",
         "tests/ops/test_uneven.py::test_values_and_gradients[tokens-7-of-3-chunked]",
     ),
-    "a chunk in place lies as the peer's result does": Control(
-        "fusedcomm/plan/geometry/spans.py",
-        "return self.by_peer[dst_rank].landing if self.by_peer else self.unpack.of(rank)",
-        "return self.unpack.of(rank)",
-        "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
-    ),
-    "the size of a peer's result is the peer's": Control(
-        "fusedcomm/plan/geometry/spans.py",
-        "return self.by_peer[peer].unpacked_numel if self.by_peer else own",
-        "return own",
-        "tests/ops/test_uneven.py::test_chunks_come_in_place[rows-python]",
-    ),
     "who has which part is part of a call": Control(
         "fusedcomm/plan/geometry/exchange.py",
         "return *self.for_all.payload, self.cut.gathered, self.cut.scattered, self.gathers",
@@ -363,7 +345,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/plan/chunk_matmul.py",
         "            if rank in receivers:",
         "            if False:",
-        "tests/plan/test_tiles.py::test_shared_chunks_come_in_place_whoever_is_late[pairs-prepared]",
+        "tests/plan/test_tiles.py::test_what_several_ranks_get_is_multiplied_once[pairs]",
     ),
     "the check compares what only some ranks say": Control(
         "fusedcomm/ops/call_check.py",
@@ -400,11 +382,5 @@ CONTROLS: dict[str, Control] = {
         "if exchange.cut is not None and exchange.cut.rank != pg.rank():",
         "if False:",
         "tests/ops/test_uneven_graphs.py::test_a_rank_that_is_not_this_one_is_refused",
-    ),
-    "no block is used again after a failure": Control(
-        WORKSPACE,
-        "            self.results.retire()",
-        "            pass",
-        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
     ),
 }

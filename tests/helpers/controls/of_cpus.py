@@ -1,9 +1,8 @@
-"""Protections of calls on CPUs: prepared calls, results in place, and their memory."""
+"""Protections of calls on CPUs: prepared calls, in training too, and the end of the interpreter."""
 
 from tests.helpers.controls.control import Control
 
 PREPARED = "fusedcomm/ops/prepared.py"
-PLAN = "kernels/cpu/plan.cpp"
 PREPARED_CALLS = "kernels/cpu/prepared_calls.cpp"
 TRAINING_CALLS = "kernels/cpu/training_calls.cpp"
 MEMBERS = "fusedcomm/memory/members.py"
@@ -68,100 +67,7 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/rounds.h",
         "    if (any_broken(own + segments_.broken, segments_.group_size, *epoch_)) failed_(*epoch_);\n",
         "",
-        "tests/ops/test_in_place_faults.py::test_a_stopped_peer_writes_into_no_later_tensor[prepared]",
-    ),
-    "a chunk in place is marked in a prepared call too": Control(
-        PLAN,
-        "        return rounds_.mark_in_place(step.rank);",
-        "        return;",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
-    ),
-    "a step with a condition asks for it in a prepared call too": Control(
-        PLAN,
-        "      if (each.condition >= 0 && answers_[static_cast<size_t>(each.condition)] != each.if_so) continue;\n",
-        "",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
-    ),
-    # at the end of the interpreter
-    "the main thread is never held back": Control(
-        "kernels/cpu/gil.h",
-        " && syscall(SYS_gettid) != getpid()",
-        "",
-        "tests/memory/test_exits.py::test_ranks_end_without_a_crash[waits_at_the_end]",
-    ),
-    "a daemon thread is held back": Control(
-        "kernels/cpu/gil.h",
-        "  while (interpreter_ends() && ",
-        "  while (false && ",
-        "tests/memory/test_exits.py::test_ranks_end_without_a_crash[thread_waits]",
-    ),
-    # results in place
-    "a post is of this round": Control(
-        "kernels/cpu/rounds.h",
-        "stamp_of(dst_rank) != stamp",
-        "((stamp_of(dst_rank) ^ stamp) & 0xFFFFFF) != 0",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
-    ),
-    "a post is of this call": Control(
-        "kernels/cpu/rounds.h",
-        "stamp_of(dst_rank) != stamp",
-        "stamp_of(dst_rank) >> kFingerprintBits != stamp >> kFingerprintBits",
-        "tests/ops/test_in_place_faults.py::test_calls_that_differ_write_into_no_result_of_the_other[prepared]",
-    ),
-    "a post has the size that is written": Control(
-        "kernels/cpu/rounds.h",
-        "    if (load_word(words + sizeof(int64_t)) != num_bytes) return std::nullopt;\n",
-        "",
-        "tests/ops/test_in_place_faults.py::test_calls_with_one_fingerprint_write_beyond_no_result[prepared]",
-    ),
-    "a mark is of this round": Control(
-        "kernels/cpu/rounds.h",
-        "load_word(mark_of(rank, src_rank, epoch)) == epoch;",
-        "load_word(mark_of(rank, src_rank, epoch)) > 0;",
-        "tests/ops/test_in_place.py::test_results_that_are_held_are_never_changed[True-2]",
-    ),
-    "a post is of this layout": Control(
-        "kernels/cpu/rounds.h",
-        "stamp_of(dst_rank) != stamp",
-        "stamp_of(dst_rank) >> kFingerprintBits != stamp >> kFingerprintBits",
-        "tests/ops/test_in_place.py::test_ranks_of_one_wire_may_want_other_layouts[prepared]",
-    ),
-    "a result that the caller gives is not posted": Control(
-        "fusedcomm/plan/moves.py",
-        "        if out is not None:\n            return out\n",
-        "        if out is not None:\n            self.posted = out\n            return out\n",
-        "tests/ops/test_in_place.py::test_a_result_that_is_given_is_not_posted",
-    ),
-    "a result that nobody posts takes no block": Control(
-        "fusedcomm/memory/workspace.py",
-        "if posted and self.results is not None:",
-        "if self.results is not None:",
-        "tests/ops/test_in_place.py::test_only_results_that_are_posted_take_blocks[matmul_reduce_scatter-scatter-python]",
-    ),
-    # results in symmetric memory
-    "a forked child has results of its own": Control(
-        "kernels/cpu/heap_memory.h",
-        "memory->make_private();",
-        "(void)memory;",
-        "tests/memory/test_heap_forks.py::test_a_child_writes_into_memory_of_its_own",
-    ),
-    "memory is made private once": Control(
-        "kernels/cpu/heap_memory.h",
-        "  if (private_) return;\n  private_ =",
-        "  private_ =",
-        "tests/memory/test_heap_forks.py::test_a_child_of_a_child_keeps_what_the_child_wrote",
-    ),
-    "a block that a child may read is not used again": Control(
-        "kernels/cpu/heap_memory.h",
-        "  if (!seen_by_child) return",
-        "  return",
-        "tests/memory/test_heap_forks.py::test_a_block_that_a_child_may_read_is_not_used_again",
-    ),
-    "a child that has gone gives its blocks free": Control(
-        "kernels/cpu/forks.h",
-        "F_SEAL_WRITE) != 0",
-        "F_SEAL_WRITE) != 1",
-        "tests/memory/test_heap_forks.py::test_blocks_that_children_have_seen_are_used_again_when_those_are_gone",
+        "tests/memory/test_prepared_faults.py::test_a_rank_that_goes_on_when_its_peer_has_given_up",
     ),
     "a call keeps its workspace": Control(
         PREPARED_CALLS,
@@ -175,35 +81,18 @@ CONTROLS: dict[str, Control] = {
         "key.append({kInt, -1});",
         "tests/ops/test_prepared.py::test_a_value_of_another_kind_is_another_call",
     ),
-    "a heap gives memory back": Control(
-        "kernels/cpu/results_heap.cpp",
-        "  memory_->meet();\n",
+    # at the end of the interpreter
+    "the main thread is never held back": Control(
+        "kernels/cpu/gil.h",
+        " && syscall(SYS_gettid) != getpid()",
         "",
-        "tests/memory/test_results_heap.py::test_a_heap_gives_back_what_a_program_needs_no_more",
+        "tests/memory/test_exits.py::test_ranks_end_without_a_crash[waits_at_the_end]",
     ),
-    "a search is bounded": Control(
-        "kernels/cpu/free_ranges.h",
-        "    if (++steps == kMostSteps) it = std::prev(free_.end());\n",
-        "",
-        "tests/memory/test_results_heap.py::test_a_heap_in_pieces_costs_no_long_search",
-    ),
-    "a retired block is not used again": Control(
-        "kernels/cpu/heap_memory.h",
-        "    if (retired_) return nullptr;\n",
-        "",
-        "tests/memory/test_results_heap.py::test_results_of_a_retired_heap_stay_and_none_follow",
-    ),
-    "memory has one heap": Control(
-        "kernels/cpu/heap_memory.h",
-        "if (memory->overlaps(*other)) throw",
-        "if (false && memory->overlaps(*other)) throw",
-        "tests/memory/test_results_heap.py::test_memory_in_use_by_another_heap_is_refused",
-    ),
-    "results that are kept grow no heap": Control(
-        "kernels/cpu/admission.h",
-        "freed >= 2 && freed > results.kept",
-        "freed >= 0 || freed > results.kept",
-        "tests/memory/test_results_heap.py::test_it_never_grows_for_results_that_are_kept",
+    "a daemon thread is held back": Control(
+        "kernels/cpu/gil.h",
+        "  while (interpreter_ends() && ",
+        "  while (false && ",
+        "tests/memory/test_exits.py::test_ranks_end_without_a_crash[thread_waits]",
     ),
     # training calls
     "a kind of training call has what requires grad": Control(

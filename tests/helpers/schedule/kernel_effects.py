@@ -32,10 +32,6 @@ class Group:
     def segment(self, rank: int) -> str:
         return f"segment of rank {rank} in {self.name}"
 
-    def mark(self, rank: int, src_rank: int) -> Region:
-        """The word that tells rank whether src_rank's chunk is in its result."""
-        return Region(f"mark of rank {src_rank} at rank {rank} in {self.name}", 0, WORD)
-
     def begun(self, rank: int) -> Region:
         """A word that stands for the begin of a round: only then a rank knows whether it may send, and copies."""
         return Region(f"begun by rank {rank} in {self.name}", 0, WORD)

@@ -31,7 +31,7 @@ from tests.helpers.uneven import Uneven
 
 COPIES = {"writes_by_stream": True, "least_copied": Workspace.least_copied}
 GPU = Device(is_gpu=True, architecture=90, triton=(3, 9), num_sms=NUM_SMS, **COPIES)
-CPU, CPU_WITH_HEAP = Device(), Device(has_heap=True)
+CPU = Device()
 BF16 = torch.bfloat16
 
 
@@ -78,7 +78,7 @@ class Calls:
         self.world, self.rank = world, rank
         self.groups = [group for group in world.groups if rank in group.ranks]
         memories = [memory_of(group.ranks.index(rank), len(group.ranks), world.slot_bytes) for group in self.groups]
-        self.walk = Walk(rank, self.groups, memories, posts=world.device.has_heap)
+        self.walk = Walk(rank, self.groups, memories)
         self._made: dict[Hashable, Schedule] = {}
 
     def __call__(

@@ -11,7 +11,6 @@ from typing import Any
 
 from fusedcomm.plan.builder import Memory
 from fusedcomm.plan.schedule import (
-    Ask,
     Await,
     Base,
     Collective,
@@ -19,16 +18,13 @@ from fusedcomm.plan.schedule import (
     EndRound,
     Finish,
     Launch,
-    Mark,
     Multiply,
     Norm,
     Place,
-    Post,
     Record,
     Reduce,
     Schedule,
     Signal,
-    Test,
     Update,
     Wait,
     places_of,
@@ -61,9 +57,8 @@ class Stream:
 class Walk:
     """One rank, by group: ``memories`` has the facts of its segments."""
 
-    def __init__(self, rank: int, groups: Sequence[Group], memories: Sequence[Memory], posts: bool = False) -> None:
-        """``posts``: every result is in its rank's heap, and peers write it there."""
-        self.rank, self.posts, self.enqueued = rank, posts, Enqueued(rank)
+    def __init__(self, rank: int, groups: Sequence[Group], memories: Sequence[Memory]) -> None:
+        self.rank, self.enqueued = rank, Enqueued(rank)
         self.groups = {group.name: group for group in groups}
         self.memories = dict(zip(self.groups, memories, strict=True))
         self.epochs = dict.fromkeys(self.groups, 0)  # rounds that have ended
@@ -136,11 +131,7 @@ class _Call:
         for each in made:
             walk.enqueue(Kind.ALLOC, "alloc", [Step(writes=[Region(each, 0, _ALL_BYTES)])], main)
         for step in self.schedule.steps:
-            if step.when is None or (step.when.test != Test.LATE and walk.posts) == step.when.answer:
-                self._step(step.work, self.streams[step.stream])
-            elif step.when.test == Test.MARKED:  # the chunk is in place
-                read = Step(reads=[self.group.mark(self.memory.rank, step.when.rank)])
-                walk.enqueue(Kind.ELEMENTS, "marked", [read], main)
+            self._step(step.work, self.streams[step.stream])
         if self.schedule.num_rounds:
             walk.last_call = main.tail
         places = [place for step in self.schedule.steps for place in places_of(step.work)]
@@ -203,14 +194,6 @@ class _Call:
             case Wait(src_rank):
                 word = Region(self.group.segment(own), self._flag(src_rank), WORD)
                 yield Kind.ELEMENTS, Step(reads=[word], waits=[Flag(group, own, src_rank, self.epoch)])
-            case Post():
-                peers = range(self.memory.group_size)
-                posts = [Flag(f"posts of {group}", peer, own, self.epoch) for peer in peers if peer != own]
-                yield Kind.STREAM_WRITE, Step(signals=posts)
-            case Ask(Test.POSTED, rank) if self.walk.posts:
-                yield Kind.ELEMENTS, Step(waits=[Flag(f"posts of {group}", own, rank, self.epoch)])
-            case Mark(dst_rank):
-                yield Kind.ELEMENTS, Step(writes=[self.group.mark(dst_rank, own)])
 
     def _flag(self, src_rank: int) -> int:
         layout = self.memory.layout
@@ -230,15 +213,12 @@ class _Call:
                     start += layout.header_bytes + self.epoch % layout.num_slots * self.memory.slot_bytes
             case Base.TEMPORARY:
                 memory, start = self._name(place.base, 0), start + self.schedule.temporaries[place.number]
-            case Base.POSTED:
-                index = [result.posted for result in self.schedule.results].index(True)
-                memory = self._name(Base.RESULT, index, self.group.ranks[place.number])
             case _:
                 memory = self._name(place.base, place.number)
         return region(memory, start, place.sizes, place.strides, place.dtype.itemsize)
 
-    def _name(self, base: Base, number: int, rank: int | None = None) -> str:
-        return f"{base.name.lower()} {number} of call {self.number} on rank {self.walk.rank if rank is None else rank}"
+    def _name(self, base: Base, number: int) -> str:
+        return f"{base.name.lower()} {number} of call {self.number} on rank {self.walk.rank}"
 
 
 def _matmul(*sizes: int) -> Work:
