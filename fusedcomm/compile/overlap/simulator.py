@@ -125,22 +125,20 @@ def simulate(gm: GraphModule, estimator: Estimator | None = None) -> Timeline:
 
 def run(program: Program, order: Sequence[int]) -> Timeline:
     """The timeline of a program in ``order``."""
-    clock, computed, waits = Clock(), [], []
+    clock, computed = Clock(), []
     exposed: dict[int, float] = {}
-    memory, live = [], program.memory.track()
+    live = program.memory.track()
 
     def hold(start: int, at_least: float = 0.0) -> None:
         """Hold the compute stream until start has ended, but at least until at_least."""
         begin = clock.now
         clock.wait(start)
         clock.compute(at_least - clock.now)
-        if clock.now > begin:
-            exposed[start] += clock.now - begin
-            waits.append((program.nodes[start].name, begin, clock.now))
+        exposed[start] += clock.now - begin
 
     for i in order:
         cost, begin = program.costs[i], clock.now
-        memory.append((clock.now, live.run(i)))
+        live.run(i)
         if cost.transfer is not None:
             clock.start(i, cost.transfer)
             exposed[i] = 0.0
@@ -161,8 +159,6 @@ def run(program: Program, order: Sequence[int]) -> Timeline:
         collectives=_hidden_by(lines, computed),
         peak_bytes=live.peak,
         compute=computed,
-        waits=waits,
-        memory=memory,
     )
 
 
@@ -171,7 +167,7 @@ def _line(program: Program, clock: Clock, start: int, exposed_ms: float) -> Line
     assert transfer is not None
     begin, end = clock.span(start)
     name, kind = program.nodes[start].name, program.kinds[start]
-    return Line(name, kind, transfer.group, transfer.link, begin, end, transfer.ms, transfer.wire_ms, exposed_ms)
+    return Line(name, kind, transfer.group, transfer.link, begin, end, transfer.ms, exposed_ms)
 
 
 def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> list[Line]:
