@@ -261,7 +261,7 @@ class _Run:
         of = partial(of, saving_us=(line.alone_ms - line.exposed_ms) * 1e3)
         if line.hidden:
             together = "" if line.node == start else f", as part of {line.node}"
-            return of("overlapped", reason=f"beside {len(line.hidden_by)} kernels{together}")
+            return of("overlapped", reason=f"beside compute{together}")
         return of("exposed", reason=f"{line.exposed_ms * 1e3:.0f} of {line.alone_ms * 1e3:.0f} us exposed; {reason}")
 
 

@@ -249,9 +249,3 @@ def test_hand_computed(name: str) -> None:
     found = simulated(steps)
     assert found.total_ms == total_ms
     assert {line.node: (line.start_ms, line.end_ms, line.exposed_ms) for line in found.collectives} == want
-
-
-def test_what_hides_a_collective_is_what_computes_meanwhile() -> None:
-    found = simulated([compute("m", 1), start("s", "a", 0, 2), compute("n", 1), compute("o", 2), wait("s")])
-    (line,) = found.collectives
-    assert line.hidden_by == ("n", "o") and line.hidden

@@ -8,10 +8,9 @@ sends at the same time, and is exposed as far as it takes longer than its matmul
 Left out: the SMs and the memory bandwidth that a collective takes from compute, and launches on the host.
 """
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule
@@ -125,9 +124,8 @@ def simulate(gm: GraphModule, estimator: Estimator | None = None) -> Timeline:
 
 def run(program: Program, order: Sequence[int]) -> Timeline:
     """The timeline of a program in ``order``."""
-    clock, computed = Clock(), []
+    clock, live = Clock(), program.memory.track()
     exposed: dict[int, float] = {}
-    live = program.memory.track()
 
     def hold(start: int, at_least: float = 0.0) -> None:
         """Hold the compute stream until start has ended, but at least until at_least."""
@@ -143,22 +141,18 @@ def run(program: Program, order: Sequence[int]) -> Timeline:
             clock.start(i, cost.transfer)
             exposed[i] = 0.0
         clock.compute(cost.compute_ms)
-        if cost.compute_ms > 0:
-            computed.append((program.nodes[i].name, begin, clock.now))
         if cost.fused_ms is not None:
             hold(i, begin + cost.fused_ms)
         for start in program.waits_for[i]:
             hold(start)
     for start in exposed:  # some may have no wait
         hold(start)
-    lines = [_line(program, clock, start, ms) for start, ms in exposed.items()]
     return Timeline(
         total_ms=clock.now,
         compute_ms=sum(program.costs[i].compute_ms for i in order),
         exposed_ms=sum(exposed.values()),
-        collectives=_hidden_by(lines, computed),
+        collectives=[_line(program, clock, start, ms) for start, ms in exposed.items()],
         peak_bytes=live.peak,
-        compute=computed,
     )
 
 
@@ -168,18 +162,3 @@ def _line(program: Program, clock: Clock, start: int, exposed_ms: float) -> Line
     begin, end = clock.span(start)
     name, kind = program.nodes[start].name, program.kinds[start]
     return Line(name, kind, transfer.group, transfer.link, begin, end, transfer.ms, exposed_ms)
-
-
-def _hidden_by(lines: list[Line], computed: list[tuple[str, float, float]]) -> list[Line]:
-    """The lines, with the names of concurrent compute. Both are in order of their starts, or nearly."""
-    ends = [end for _, _, end in computed]
-    found = []
-    for line in lines:
-        first = bisect_right(ends, line.start_ms)
-        names = []
-        for name, begin, _ in computed[first:]:
-            if begin >= line.end_ms:
-                break
-            names.append(name)
-        found.append(replace(line, hidden_by=tuple(names)))
-    return found

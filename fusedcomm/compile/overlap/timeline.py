@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,6 @@ class Line:
         end_ms: when it has ended.
         alone_ms: its time with the link to itself.
         exposed_ms: time that the compute stream waits for it.
-        hidden_by: the names of the nodes that compute meanwhile.
         hidden: whether at most 1 % of alone_ms is exposed.
     """
 
@@ -30,7 +29,6 @@ class Line:
     end_ms: float
     alone_ms: float
     exposed_ms: float
-    hidden_by: tuple[str, ...] = ()
 
     @property
     def hidden(self) -> bool:
@@ -47,7 +45,6 @@ class Timeline:
         exposed_ms: time that the compute stream waits for collectives.
         collectives: a list of `Line`.
         peak_bytes: the most memory that is held at one time.
-        compute: (name, start, end) of the nodes that compute.
     """
 
     total_ms: float
@@ -55,4 +52,3 @@ class Timeline:
     exposed_ms: float
     collectives: list[Line]
     peak_bytes: int
-    compute: list[tuple[str, float, float]] = field(repr=False, default_factory=list)
