@@ -59,8 +59,8 @@ class Fuser:
         self.reasons: dict[str, list[str]] = {}  # by the name of the collective's start
         self.written: dict[str, str] = {}  # name of a normalized node -> the start in its place
 
-    def normalize(self, gathers: bool) -> bool:
-        """Returns whether anything changed. ``gathers``: whether gathers may become exchanges; see `normalize.find`."""
+    def normalize(self, gathers: bool) -> None:
+        """``gathers``: whether gathers may become exchanges; see `normalize.find`."""
         if not writes_before_end(self.graph):
             merge_views(self.graph)
         with held_outputs(self.graph):
@@ -71,7 +71,6 @@ class Fuser:
                 for exchange in found
             }
         self.written = {name: start.name for name, start in starts.items() if start is not None}
-        return bool(self.written)
 
     def fuse(
         self,

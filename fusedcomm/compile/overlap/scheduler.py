@@ -25,7 +25,6 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
-from fusedcomm.compile.graph import normalize
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.graph.effects import differs_by_rank
 from fusedcomm.compile.graph.rewrite import Rewriter
@@ -134,8 +133,7 @@ def schedule_graph(
     if budget is None:
         budget = before.peak_bytes + max(before.peak_bytes * _MORE_PERCENT // 100, _MORE_BYTES)
     budget = max(budget, before.peak_bytes)
-    fuser = Fuser(graph)
-    plan = _normalize(fuser, _Plan.of(program, estimator, budget))
+    fuser, plan = Fuser(graph), _Plan.of(program, estimator, budget)
     fused: list[Fused] = []
     merged: dict[str, buckets.Bucket] = {}
     if ops:
@@ -249,24 +247,6 @@ def _best_order(program: Program, budget: int) -> tuple[list[int], Timeline]:
 
 def _hidden(timeline: Timeline) -> int:
     return sum(line.hidden for line in timeline.collectives)
-
-
-def _normalize(fuser: Fuser, plan: _Plan) -> _Plan:
-    """Write `shard_dim_alltoall`, which torch runs at once, as a start and a wait, if that is faster."""
-    found = normalize.find(plan.graph, gathers=False)
-    if (
-        not found
-        or differs_by_rank(plan.program.nodes)
-        or plan.estimator.times.keys() & {each.node.name for each in found}
-    ):
-        return plan
-    graph = copy.deepcopy(plan.graph)
-    if Fuser(graph).normalize(gathers=False):
-        trial = plan.of_trial(graph)
-        if trial.better_than(plan):
-            fuser.normalize(gathers=False)
-            return trial.moved_to(plan.graph)
-    return plan
 
 
 def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan, list[Fused]]:
