@@ -92,7 +92,7 @@ class Gathered:
                 else "what arrives is the right operand of the matmul"
             )
         nodes = {each.node for each in self.readers}
-        if any(depends_on(operand, nodes) for operand in found.operands):
+        if depends_on(found.operands, nodes):
             raise CannotFuse("the weight is computed from what arrives")
         before, after = reader.dtypes[0], reader.dtypes[-1]
         if after.itemsize > before.itemsize:
@@ -271,7 +271,7 @@ def match(start: Node) -> GatherMatch:
         shares &= value(product.node).dtype == value(first.node).dtype
         shares &= (product.scales or ())[::2] == (first.scales or ())[::2]  # one scale of x
         nodes = {each.node for each in products}
-        if shares and not any(depends_on(operand, nodes) for operand in product.operands):
+        if shares and not depends_on(product.operands, nodes):
             products.append(product)
     return GatherMatch(found, reader, products, attempt("fuse", _scales_beside, found, reader, products))
 
@@ -342,18 +342,10 @@ def rewrite(rewriter: Rewriter, match: GatherMatch) -> Node:
     return call
 
 
-def depends_on(node: Node, nodes: set[Node]) -> bool:
-    """Whether ``node`` is computed from any of ``nodes``."""
-    first = min(nodes)
-    stack, seen = [node], set()
-    while stack:
-        node = stack.pop()
-        if node in nodes:
-            return True
-        if node not in seen and first < node:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return False
+def depends_on(operands: Sequence[Node], nodes: set[Node]) -> bool:
+    """Whether any of ``operands`` is, or is computed from, one of ``nodes``."""
+    late = collectives.late_inputs(operands, min(nodes))
+    return not nodes.isdisjoint({*operands, *(each for node in late for each in node.all_input_nodes)})
 
 
 def _readers(wait: Node, received: Layout) -> list[Reader]:

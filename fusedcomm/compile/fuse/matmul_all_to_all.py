@@ -65,7 +65,7 @@ class Part:
         """Whether both can be one op: whole columns are exchanged, for the same rows."""
         a, b = (
             (
-                _same_as(part.product.xs[0]),
+                part.product.xs[0],
                 part.collective.group_name,
                 value(part.target).dtype,
                 part.product.bias is None,
@@ -108,7 +108,7 @@ def match(start: Node) -> MatmulAllToAllMatch:
     first = _part(start)
     parts = [first]
     if not first.product.batched and first.product.scales is None and first.like(first):
-        for node in [user for x in _same_as(first.product.xs[0]) for user in x.users]:
+        for node in first.product.xs[0].users:
             other = _start_after(node)
             if other is None or other is start:
                 continue
@@ -117,7 +117,7 @@ def match(start: Node) -> MatmulAllToAllMatch:
             except CannotFuse:
                 continue
             nodes = {each.product.node for each in parts}
-            if first.like(part) and not any(depends_on(operand, nodes) for operand in part.product.operands):
+            if first.like(part) and not depends_on(part.product.operands, nodes):
                 parts.append(part)
     return MatmulAllToAllMatch(parts)
 
@@ -240,13 +240,6 @@ def _check_repeats(node: Node, group_size: int) -> None:
             f"the matmul's result is repeated {count} times before it is sent: send it once, by matmul_all_to_all(..., "
             f"scatter_ranges=fusedcomm.replica_ranges(heads, {group_size}, replicas)), and repeat what arrives"
         )
-
-
-def _same_as(x: Node) -> list[Node]:
-    """x and its duplicates: graphs for inference repeat a view for each linear."""
-    if x.target is not aten.reshape.default or not isinstance(origin := x.args[0], Node):
-        return [x]
-    return [user for user in origin.users if user.target is x.target and user.args == x.args]
 
 
 def _start_after(node: Node) -> Node | None:
