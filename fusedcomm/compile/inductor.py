@@ -34,7 +34,7 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
         return None if None in ids else ids
 
 
-def add(custom_pass: Any, setting: str = PRE) -> None:
+def add(custom_pass: Any, setting: str) -> None:
     """Add a pass behind the passes set already."""
     global _compile_fx
     before = getattr(config, setting)

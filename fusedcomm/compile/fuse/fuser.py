@@ -74,7 +74,7 @@ class Fuser:
 
     def fuse(
         self,
-        ops: Sequence[str] = OPS,
+        ops: Sequence[str],
         reject: Callable[[Node], str | None] = lambda start: None,
         changes: bool | None = None,
         changed: Collection[str] = (),
@@ -183,7 +183,7 @@ def _change(match: Any, changed: Collection[str]) -> str | None:
     return None
 
 
-def products_beside(start: Node, ops: Sequence[str] = OPS) -> list[Product]:
+def products_beside(start: Node, ops: Sequence[str]) -> list[Product]:
     """The matmuls that one of the ops can replace with the collective started here, in the graph as it is."""
     for fusion in FUSIONS:
         if fusion.op in ops and fusion.kind == collectives.kind_of(start):

@@ -28,7 +28,6 @@ from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.geometry.norm import goes_at_once
 
 aten = torch.ops.aten
-REDUCE_OPS = ("sum", "avg")
 MASKS = {aten.where.self, aten.mul.Tensor, aten.masked_fill.Scalar, aten.index_put.default}
 
 
@@ -74,7 +73,7 @@ class ReduceMatch:
 def match(start: Node) -> ReduceMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     collective = collectives.read(start)
-    if collective.reduce_op not in REDUCE_OPS:
+    if collective.reduce_op not in shapes.REDUCE_OPS:
         raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
     path = path_back(collective.sent, through_casts=True)
     if _is_looked_up(path[0]):

@@ -6,7 +6,6 @@ import torch
 from torch.fx import Node
 
 from fusedcomm.compile.fuse import wire
-from fusedcomm.compile.fuse.match_reduce import REDUCE_OPS
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
 from fusedcomm.compile.graph.matmuls import DTYPES
@@ -14,6 +13,7 @@ from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
 from fusedcomm.plan.geometry.cut import EVEN
+from fusedcomm.plan.geometry.shapes import REDUCE_OPS
 from fusedcomm.plan.scaling import BYTES, VALUES
 
 

@@ -156,10 +156,6 @@ def size_of_group(group_name: str) -> int:
         raise CannotFuse("its group is not known when the graph is compiled") from None
 
 
-def rank_in(group_name: str) -> int:
-    return group.find(group_name).rank()
-
-
 def memberships() -> list[tuple[str, int, list[int]]]:
     """Every group's name, this rank's index in it, and its ranks: graphs of one code differ between ranks by these."""
     groups = (pg for pg in c10d._world.pg_map if pg.rank() >= 0)

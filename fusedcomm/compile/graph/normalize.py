@@ -15,6 +15,7 @@ from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, quotient,
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import SLICE, SPLITS, args_of, part, shape_of
 from fusedcomm.compile.graph.views import SAME, follow, value
+from fusedcomm.memory import group
 
 aten = torch.ops.aten
 
@@ -138,7 +139,7 @@ def _of_gather(start: Node) -> Exchange | None:
     if len(node.users) != 1:
         return None
     own = _own_part(next(iter(node.users)), gather.group_size)
-    if own is None or own[2] != collectives.rank_in(gather.group_name) or _has_other_of_size(gather.group_name):
+    if own is None or own[2] != group.find(gather.group_name).rank() or _has_other_of_size(gather.group_name):
         return None
     node, dim, _ = own
     blocks = layout.leading(dim, gather.group_size)

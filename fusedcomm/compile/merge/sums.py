@@ -13,7 +13,6 @@ import torch
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.fuse.fuser import products_beside
-from fusedcomm.compile.fuse.match_reduce import REDUCE_OPS
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective, functional
@@ -23,6 +22,7 @@ from fusedcomm.compile.graph.matmuls import check_single_use
 from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs, hidden_from
 from fusedcomm.compile.graph.views import WAIT, along, path_back, value
 from fusedcomm.compile.merge.merger import obstacle
+from fusedcomm.plan.geometry.shapes import REDUCE_OPS
 
 aten = torch.ops.aten
 
