@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Node
 
 from fusedcomm.compile.commute.mover import REARRANGES, Mover
-from fusedcomm.compile.commute.places import (
-    REDUCTIONS,
-    Place,
-    dims_argument,
-    is_elementwise,
-    is_tensor,
-    keeps_dims,
-    rule,
-    shape,
-    tensors,
-)
+from fusedcomm.compile.commute.places import REDUCTIONS, Place, is_elementwise, is_tensor, rule, shape, tensors
 from fusedcomm.compile.graph.effects import has_effects, is_write
-from fusedcomm.compile.graph.layout import CannotFuse, product, quotient
+from fusedcomm.compile.graph.layout import CannotFuse, quotient
 from fusedcomm.compile.graph.matmuls import MATMULS, name_of
-from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import is_fill
 from fusedcomm.compile.graph.views import WAIT, is_cast, source
 
@@ -81,44 +68,13 @@ def origins(exchange: Exchange, group_size: int) -> dict[Node, Place]:
 
 def infer(mover: Mover) -> None:
     """Note the place of the blocks in each node computed from blocks. A node that mixes blocks ends a region."""
-    for node in (each for whole in mover.graph.nodes for each in _as_sums(mover, whole) or [whole]):
+    for node in mover.graph.nodes:
         is_computed = node.op == "call_function" and node not in mover.places and is_tensor(node)
         if is_computed and any(each in mover.places for each in tensors(node)):
             try:
                 mover.places[node] = _place(mover, node)
             except CannotFuse:
                 continue
-
-
-def _as_sums(mover: Mover, node: Node) -> list[Node]:
-    """Replace a ``var_mean`` over blocks; returns the new nodes, none for any other node.
-
-    The variance is the mean of squared differences, as a difference of two sums would lose digits.
-    """
-    if node.target is not aten.var_mean.correction:
-        return []
-    operand: Node = node.args[0]  # type: ignore[assignment]
-    place, dims = mover.places.get(operand), dims_argument(node)
-    count = product(shape(operand)[dim] for dim in dims)
-    asked: Any = node.kwargs.get("correction")
-    correction = 1 if asked is None else asked
-    if place is None or place.dim not in dims or not isinstance(count, int) or count <= correction:
-        return []
-    rewriter = Rewriter(mover.graph)
-    with rewriter.before(node, like=node):
-        mean = rewriter.call(aten.mean.dim, operand, dims, True)
-        apart = rewriter.call(aten.sub.Tensor, operand, mean)
-        squares = rewriter.call(aten.mul.Tensor, apart, apart)
-        variance = rewriter.call(aten.mean.dim, squares, dims, True)
-        if correction:
-            variance = rewriter.call(aten.mul.Tensor, variance, count / (count - correction))
-        results = [variance, mean]
-        if not keeps_dims(node):
-            results = [rewriter.call(aten.squeeze.dims, each, dims) for each in results]
-    for user in list(node.users):
-        assert user.target is operator.getitem
-        rewriter.replace(user, results[user.args[1]])  # type: ignore[index]
-    return rewriter.created
 
 
 def _place(mover: Mover, node: Node) -> Place | None:
