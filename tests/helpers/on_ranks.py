@@ -31,7 +31,7 @@ class _Body:
         test.__wrapped__(rank, **arguments)
 
 
-def forget_consents(rank: int, patience: float = 1 / 2) -> None:
+def forget_consents(rank: int, patience: float = 1.0) -> None:
     """As in a new process: graphs agreed to before are unknown, and no rank is impatient with slow compilers."""
     consent._PATIENCE = patience
     for each in consent._consents.values():
