@@ -16,18 +16,18 @@ MIRRORED: Mirrors = {
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
     },
     "words._Rows": {
-        "fusedcomm/run/routed_rows.py:BySlots": ("counts send collect _slot _signal _wait", "51ad62e25edb"),
+        "fusedcomm/run/routed_rows.py:BySlots": ("counts send collect _slot _signal _wait", "76c5d7675c88"),
     },
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (
             "enter check check_peers signal _must_stop wait breakers end_round handshake",
-            "3576aa6543a3",
+            "31a31cde704e",
         ),
         "fusedcomm/run/calls.py": ("run", "43f7828de02b"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "70b0f922579d"),
         "kernels/cpu/prepared_calls.cpp": ("run", "b79db9fd5d84"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
-        "kernels/cpu/rounds.h": ("signal flag wait slot slot_offset end", "9ab800695048"),
+        "kernels/cpu/rounds.h": ("signal flag wait slot slot_offset end", "29752478fafa"),
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
         "kernels/triton/primitives.py": (
             "signal wait poll poll_broken is_broken given_up give_up_earlier",
@@ -36,12 +36,12 @@ MIRRORED: Mirrors = {
         "kernels/triton/rounds.py": ("must_poison next_push", "ecf86bc1ab1b"),
     },
     "model.ProtocolModel: failures and resets": {
-        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "394142365cdb"),
+        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "4cc0b835214c"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "620a63cee62e",
+            "3fa7aa9ece31",
         ),
         "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
