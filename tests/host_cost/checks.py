@@ -55,8 +55,8 @@ def cases(group_size: int) -> Iterator[tuple[str, Call, list[Tensor]]]:
     for name, dims, x, k in calls:
         op = getattr(fusedcomm, name.partition(" ")[0])
         yield name, partial(_called, op, dims), [made(*shape, device=DEVICE) for shape in (x, (k, wide), (wide,))]
-    x, w, bias = (made(*shape, device=DEVICE) for shape in ((4096, 1024), (wide, 1024 * group_size), (wide,)))
-    yield "scaled_all_gather_matmul of K", _called_with_scales, [x.to(FLOAT8), w.to(FLOAT8).mT, bias]
+    own, weight, bias = (made(*shape, device=DEVICE) for shape in ((4096, 1024), (wide, 1024 * group_size), (wide,)))
+    yield "scaled_all_gather_matmul of K", _called_with_scales, [own.to(FLOAT8), weight.to(FLOAT8).mT, bias]
 
 
 def _called(op: Callable[..., Tensor], dims: tuple[int, ...], x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
