@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedcomm.bench.gpu_check import kernel_speed
-from fusedcomm.compile.overlap import Estimator
 from fusedcomm.compile.fuse.time_saved import saving_us
+from fusedcomm.compile.overlap import Estimator
 from fusedcomm.memory import members
 from fusedcomm.plan.cost import in_pieces, links, model
 from fusedcomm.plan.cost.links import INTER, Reach
