@@ -164,6 +164,7 @@ def backend_fails(rank: int) -> str:
         def failing(*args: Any) -> ProcessGroup:
             pg = original(*args)
             names.append(pg.group_name)
+            dist.barrier(pg)  # a rank that leaves while others still connect fails them too
             if rank == 5:
                 dist.destroy_process_group(pg)
                 raise RuntimeError("no sockets left")
