@@ -162,7 +162,7 @@ def test_the_metadata_of_the_wheel(installed: Path) -> None:
     assert metadata["Requires-Python"] == "<3.14,>=3.10"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert set(metadata.get_all("Provides-Extra", [])) == {"bench", "dev", "models"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "models"}
     requires = {each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each}
     names = {re.split(r"\W", each.replace("-", "_"))[0] for each in requires}
     assert names == {"torch", "triton", "numpy", "nvidia_ml_py", "rich"}
