@@ -1,7 +1,7 @@
 """One call of each variant in every rank under torch's profiler, as one trace that Perfetto opens.
 
-Every rank has its threads, its GPU streams, and a process of its own with LANES. Times are the
-host clock's, shared by ranks of one host; between hosts they differ by as much as the clocks do.
+Every rank has its threads, its GPU streams, and a process of its own with LANES. Times are the host clock's, shared by
+ranks of one host; between hosts they differ by as much as the clocks do.
 """
 
 import json
@@ -18,7 +18,9 @@ from fusedcomm.bench.timing import all_gather_bytes
 
 VARIANT = "variant: "
 PREFIX = "fusedcomm."
-LANES = ("matmul", "push", "wait", "copy")  # of the steps of a schedule; kernels of `fused` wait in "matmul", "copy"
+# A chunk's matmul, or a kernel of `fused` with its stores to peers; its copy to a peer and signal; the wait for a peer;
+# moving or adding an arrived chunk.
+LANES = ("matmul", "push", "wait", "copy")
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # for ranks that profile: else Kineto prints a line at every start and stop
 Trace = dict[str, Any]  # as chrome://tracing and Perfetto read it
 PIDS_PER_RANK = 100  # in the merged trace

@@ -38,20 +38,19 @@ def damage(segment: Tensor, layout: HeaderLayout, slot_bytes: int, rank: int) ->
     wrong = found != _pattern(layout.guard_bytes)
     if not wrong.any():
         return None
-    slots = [f"slot {i}" for i in range(len(starts) - 1)]
-    texts = [_place(i, slots, found[i], wrong[i]) for i in range(len(starts)) if wrong[i].any()]
+    texts = [_place(i, len(starts) - 1, found[i], wrong[i]) for i in range(len(starts)) if wrong[i].any()]
     return f"guard bytes of rank {rank}'s segment must stay as they are, but {'; '.join(texts)}"
 
 
-def _place(i: int, guarded: list[str], found: Tensor, wrong: Tensor) -> str:
-    """The changed bytes of guard i, counted from the nearer guarded block, their probable target."""
+def _place(i: int, num_slots: int, found: Tensor, wrong: Tensor) -> str:
+    """The changed bytes of guard i, counted from the nearer slot, their probable target."""
     offsets = wrong.nonzero().flatten()
     first, last = int(offsets[0]), int(offsets[-1])
     shown = bytes(found[first : min(last + 1, first + SHOWN_BYTES)].tolist()).hex(" ")
-    if i == 0 or (i < len(guarded) and len(found) - 1 - last < first):
-        where = f"{len(found) - first} bytes before {guarded[i]}"
+    if i == 0 or (i < num_slots and len(found) - 1 - last < first):
+        where = f"{len(found) - first} bytes before slot {i}"
     else:
-        where = f"{first} bytes behind {guarded[i - 1]}"
+        where = f"{first} bytes behind slot {i - 1}"
     return f"{len(offsets)} bytes from {where} on are now {shown}"
 
 

@@ -9,7 +9,7 @@ import torch
 from fusedcomm.kernels.native_part import native
 
 WARM_UP = "call the op once with these shapes on every rank inside fusedcomm.before_capture() first"
-MOST_LOADED = 1 << 16  # `inference.Linear.warm_up` loads one for each number of rows
+MOST_LOADED = 1 << 14  # `inference.Linear.warm_up` loads one for each number of rows
 
 _warm_ups = 0  # how many before_capture() this process is in; autograd calls ops on threads of its own
 

@@ -2,7 +2,8 @@
 
 It does so when its interpreter ends, by the program's last line, an exception or sys.exit: after its threads, and after
 exit handlers registered later than this module's. If the group is destroyed before that, `members` does it. Its sent
-data stay good. A rank that is killed, or ends by os._exit, tells nothing.
+data stay good: what it has launched on GPUs still runs, unless an exception ends it. A rank that is killed, or ends by
+os._exit, tells nothing.
 """
 
 import atexit
@@ -14,7 +15,7 @@ import threading
 
 import torch
 
-from fusedcomm.memory import departures, dumps, group, members
+from fusedcomm.memory import departures, dumps, group, group_member, members
 
 _armed_in = _left_in = 0  # process ids, as a forked child has both functions still to do
 
@@ -47,8 +48,7 @@ def _leave() -> None:
                 member.workspace.leave(last_words)
     dumps.write_at_exit(error)
     departures.announce([(member.departures, last_words) for member, last_words in left])
-    if error is None or isinstance(error, SystemExit):
-        # CUDA drops launched pushes when the process ends, and peers wait for them; every wait in them is bounded
-        for device in {member.device for member, _ in left if member.device.type == "cuda"}:
+    if error is None or isinstance(error, SystemExit):  # CUDA drops what is launched when the process ends
+        for device in group_member.gpus:
             with contextlib.suppress(Exception):
                 torch.cuda.synchronize(device)

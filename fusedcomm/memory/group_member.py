@@ -1,11 +1,10 @@
-"""One rank's part in a process group, on one device: the topology vote, the workspace, the heap of results.
+"""One rank's part in a process group, on one device: the topology vote and the workspace.
 
 Everything that makes or frees memory here is explicit, collective and bounded; nothing collective runs in a destructor.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -38,9 +37,9 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import LOOK_S, Workspace
 from fusedcomm.plan.call_plan import Plan
 
-log = logging.getLogger("fusedcomm")
-
 _MIN_SLOT_BYTES = 1 << 20
+
+gpus: set[torch.device] = set()  # that have had workspaces, of groups that are gone too
 
 
 class WorkspaceUnavailable(Exception):
@@ -178,6 +177,7 @@ class Member:
     def close(self) -> None:
         with self.lock, on_device(self.device):
             self._free()
+            self.loaded.clear()
             self.error = self.for_graphs = None
             self.retired.clear()
 
@@ -205,6 +205,8 @@ class Member:
             if not isinstance(made, str):
                 self.workspace = Workspace(self.rank, *made, guard_bytes=self.guard_bytes)
                 self.workspace.departures = self.departures
+                if self.device.type == "cuda":
+                    gpus.add(self.device)
                 self.workspace.share_gpu(self.topology.ranks_per_gpu)
                 self.workspace.call_number = self.num_calls
                 self.workspace.arm()

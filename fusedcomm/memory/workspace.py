@@ -226,7 +226,9 @@ class Workspace(CallMemory):
         except PeerError:
             raise
         except BaseException as error:
-            if not is_capturing(self.device):  # else no round has run, and the next capture is another one
+            if is_capturing(self.device):  # no round has run; all ranks leave it to the graphs, captured or not
+                self.captured = True
+            else:
                 self.abandon(op, error)
             raise
 

@@ -35,7 +35,7 @@ def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     defaults = [each.default_value for each in overload._schema.arguments]
 
     def lower(*args: Any) -> Any:
-        create: Any = ir._CollectiveKernel.create_out_of_place  # the op allocates its result, which peers may write
+        create: Any = ir._CollectiveKernel.create_out_of_place
         every = *args, *defaults[len(args) :]  # a C++ wrapper fills in none
         return ir.TensorBox.create(create(overload, *every))
 

@@ -71,10 +71,8 @@ def _call(
             record.state = flight_recorder.CHECKING
             check(_is_checked(t, ours.topology.check))
         algorithm, reason = _algorithm(op, t.dtype, t.device, slot_bytes, ours, proves=True)
-        if algorithm == "unfused" and is_for_capture(t.device):
-            raise RuntimeError(
-                f"{op} must run fused in a CUDA graph, got unfused, where the host reads counts: {reason}"
-            )
+        if algorithm == "unfused":
+            _refuse_capture(op, t.device, reason)
         if algorithm == "unfused" and reason != planner.FORCED:
             planner.log_fallback(op, reason)
         with nullcontext() if algorithm == "unfused" else ours.lock:
@@ -87,6 +85,7 @@ def _call(
                 if is_new and is_capturing(t.device):
                     raise RuntimeError(f"{op}: its kernels cannot be loaded while a CUDA graph is captured; {WARM_UP}")
             except WorkspaceUnavailable as error:
+                _refuse_capture(op, t.device, str(error))
                 workspace, record.algorithm = None, "unfused"
                 planner.log_fallback(op, str(error))
             except RuntimeError:  # nothing is sent: the next call takes its number
@@ -105,6 +104,11 @@ def _call(
                     ours.prepare_anew()
             if algorithm == "fused":
                 ours.loaded.add(kind, workspace.slot_bytes)
+
+
+def _refuse_capture(op: str, device: torch.device, reason: str) -> None:
+    if is_for_capture(device):
+        raise RuntimeError(f"{op} must run fused in a CUDA graph, got unfused, where the host reads counts: {reason}")
 
 
 def _is_checked(t: Tensor, asked: bool) -> bool:

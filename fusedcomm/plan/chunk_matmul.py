@@ -48,19 +48,12 @@ class PushedMatmul:
             self.shared = [ranks for ranks in scattered.receivers.values() if len(ranks) > 1]
 
     def begin(self, spans: RoundSpans, rank: int) -> None:
-        """Begin a round of ``rank``, which sends its own chunk last, or first where a peer is late.
-
-        So a product that it receives too is computed here, others with the chunk of their first receiver.
-        """
+        """Begin a round of ``rank``: a product of several receivers is computed with the chunk of the first."""
         for receivers in self.shared:
             at = spans.at(receivers[0])
             product = self.s.temporary((at.batches.size * at.rows.size * at.columns.size,), self.dtype)
             self.products |= dict.fromkeys(receivers, product)
-            if rank in receivers:
-                with self.s.lane("matmul", rank):
-                    self._multiply(at, rank, at.rows, product)
-            else:
-                self.makers.add(next((dst for dst in receivers if dst > rank), receivers[0]))
+            self.makers.add(next((dst for dst in receivers if dst > rank), receivers[0]))
 
     def packed(self, spans: ChunkSpans, dst_rank: int) -> Tensor | None:
         """dst_rank's chunk where it lies in x, as runs (outer, inner); None where x is multiplied."""
@@ -192,10 +185,10 @@ def by_column(s: Builder, w: Scaled, exchange: Exchange) -> Tensor:
     return s.reshape(scale, num_batches, scale.shape[-2], n)
 
 
-def fills_runs(spans: ChunkSpans, place: Span) -> bool:
-    """Whether the matmul can write a chunk to ``place``, where it ends up: long runs of consecutive rows."""
-    run, row = place.inner, spans.columns.size
-    if place.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < geometry.MIN_RUN * row:
+def fills_runs(spans: ChunkSpans) -> bool:
+    """Whether the matmul can write a chunk where it is unpacked to: long runs of consecutive rows."""
+    run, row = spans.unpack.inner, spans.columns.size
+    if spans.unpack.size == 0 or spans.rows.outer != 1 or run % row != 0 or run < geometry.MIN_RUN * row:
         return False
     return spans.batches.size == 1 or run == spans.rows.size * row  # a run is a batch
 
@@ -203,7 +196,7 @@ def fills_runs(spans: ChunkSpans, place: Span) -> bool:
 def own_place(spans: RoundSpans, rank: int, out: Tensor | None) -> Tensor | None:
     """The place of the own chunk in the result, flat or as runs; None if the matmul cannot write there."""
     at = spans.at(rank)
-    if out is None or not (at.unpack.outer == 1 or fills_runs(at, at.unpack)):
+    if out is None or not (at.unpack.outer == 1 or fills_runs(at)):
         return None
     place = at.unpack.view(out.view(-1), 0, rank)
     return place[0] if len(place) == 1 else place

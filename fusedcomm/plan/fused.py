@@ -158,7 +158,7 @@ def gather_matmul(
 
 def _cuts_blocks(s: Builder, exchange: Exchange, w: Operand | None) -> bool:
     """Whether a block that shares a scale of w comes from two sources, or, where an all_reduce cuts columns, is of two
-    owners.
+    owners. Raises RuntimeError for a capture, which cannot hold `chunked`.
     """
     if not isinstance(w, Scaled) or w.scale.numel() == 1 or (isinstance(w, OfPayload) and w.payload is not None):
         return False

@@ -24,7 +24,7 @@ class OfPayload(Scaled):
 
 def push(
     program: Program,
-    s: Builder,
+    s: Any,
     exchange: Exchange,
     x: Tensor,
     w: Tensor,
@@ -34,7 +34,10 @@ def push(
     fast: bool,
     **facts: Hashable,
 ) -> Any:
-    """``program`` on ``x * scale_x`` and ``w * scale_w``, in float32; what is sent is of out_dtype."""
+    """``program`` on ``x * scale_x`` and ``w * scale_w``, in float32; what is sent is of out_dtype.
+
+    ``s``: the Builder, or the rank's memory where the program is one of `unfused`.
+    """
     operands = (Scaled(t, scale, out_dtype, fast=fast) for t, scale in zip((x, w), scales, strict=True))
     return program(s, exchange, *operands, *others, **facts)
 

@@ -50,7 +50,6 @@ class Rounds {
   int64_t slot_offset() const { return segments_.slots + slot() * segments_.slot_bytes; }
   const c10::Storage& storage(int64_t owner) const { return segments_.storages[static_cast<size_t>(owner)]; }
 
-  int64_t rank() const { return segments_.rank; }
 
   // Memory for a result of the call.
   static at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,9 +201,9 @@ def test_a_rank_on_a_gpu_ends_after_its_pushes(
 ) -> None:
     """CUDA drops what a process that ends has launched."""
     gpu, did = torch.device("cuda", 1), list[Any]()
-    member: Any = SimpleNamespace(device=gpu, num_calls=3, workspace=None, departures=None)
     monkeypatch.setattr(exits, "_left_in", 0)
-    monkeypatch.setattr(exits.members, "all_members", lambda: [member])
+    monkeypatch.setattr(exits.members, "all_members", lambda: [])  # the group is destroyed
+    monkeypatch.setattr(exits.group_member, "gpus", {gpu})
     monkeypatch.setattr(exits.departures, "leaving_by", lambda: error)
     monkeypatch.setattr(exits.departures, "announce", lambda left: did.append("told"))
     monkeypatch.setattr(torch.cuda, "synchronize", did.append)

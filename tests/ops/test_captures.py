@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import fusedcomm
-from fusedcomm.memory import captures
+from fusedcomm.memory import captures, workspace
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.topology import Topology
 from fusedcomm.ops import dispatch
 from fusedcomm.ops.call_arguments import Arguments
-from fusedcomm.plan import planner
+from fusedcomm.plan import fused, planner
+from fusedcomm.plan.builder import Device
 from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.scaling import Scaled
 from fusedcomm.run import calls
 
 OP, GPU, BF16 = "matmul_all_to_all", torch.device("cuda:0"), torch.bfloat16
@@ -210,3 +212,29 @@ def test_a_call_that_outgrows_the_graphs_workspace_is_captured_on_the_groups(
         gpu.capturing = False
         assert gpu.call(small) == "chunked" and len(made) == workspaces + 1
     assert gpu.member.retired == [first, made[0]] and gpu.member.for_graphs is made[0]
+
+
+def test_a_failure_in_a_capture_leaves_the_group_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No captured round has run. The workspace stays with the graphs, as on ranks whose capture goes on."""
+    segments = [torch.zeros(workspace.Workspace.num_bytes(2, 1024), dtype=torch.uint8) for _ in range(2)]
+    own, other = (workspace.Workspace(rank, segments, "group") for rank in range(2))
+    monkeypatch.setattr(workspace, "is_capturing", lambda device: True)
+    with pytest.raises(MemoryError), own.guarded("op"):
+        raise MemoryError
+    assert own.captured and own.error is None
+    assert not own.breakers(1) and not other.breakers(1)
+    monkeypatch.setattr(workspace, "is_capturing", lambda device: False)
+    with pytest.raises(MemoryError), own.guarded("op"):
+        raise MemoryError
+    assert own.error is not None and other.breakers(1)
+
+
+@pytest.mark.parametrize("column_run", [128, 100])
+def test_a_graph_holds_no_cut_blocks(column_run: int) -> None:
+    w = Scaled(torch.empty(256, 256), torch.empty(2, 2), BF16)
+    exchange: Any = SimpleNamespace(gathers=False, splits_columns=True, column_run=column_run)
+    builder: Any = SimpleNamespace(device=Device(is_gpu=True, for_capture=True))
+    with pytest.raises(RuntimeError, match="100") if column_run == 100 else nullcontext():
+        assert not fused._cuts_blocks(builder, exchange, w)
+    builder.device = Device(is_gpu=True)
+    assert fused._cuts_blocks(builder, exchange, w) == (column_run == 100)

@@ -85,8 +85,8 @@ def summed(scatter: Ranges) -> Uneven:
     return Uneven("matmul_reduce_scatter", (40, 80), 1, scatter_dim=1, scatter=scatter)
 
 
-ORDER = {  # rank 1 sends to ranks 2, 3, 0 and 1; its own heads come before all others where another rank gets them
-    "pairs": (heads(PAIRS), ["64", "64", "to 2", "to 3", "to 0"]),
+ORDER = {  # rank 1 sends to ranks 2, 3, 0 and 1
+    "pairs": (heads(PAIRS), ["64", "to 2", "to 3", "64", "to 0"]),
     "others": (heads(OTHERS), ["64", "to 2", "32", "to 3", "to 0", "64"]),
     "one head": (heads(((1, 1),) * 4), ["32", "to 2", "to 3", "to 0"]),
     "partly": (heads(((0, 2), (1, 2), (0, 2), (2, 1))), ["160", "to 2", "to 3", "to 0"]),

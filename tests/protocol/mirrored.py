@@ -36,12 +36,12 @@ MIRRORED: Mirrors = {
         "kernels/triton/rounds.py": ("must_poison next_push", "ecf86bc1ab1b"),
     },
     "model.ProtocolModel: failures and resets": {
-        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "4cc0b835214c"),
+        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "bb21c3fb771a"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "3fa7aa9ece31",
+            "a0814578336e",
         ),
         "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),

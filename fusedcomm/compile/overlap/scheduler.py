@@ -26,12 +26,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from fusedcomm.compile.fuse.fuser import OPS, Fused, Fuser
 from fusedcomm.compile.graph.collectives import functional
-from fusedcomm.compile.graph.effects import differs_by_rank
+from fusedcomm.compile.graph.effects import differs_by_rank, writes_before_end
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import communicating
 from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.graph.strides import settle
-from fusedcomm.compile.graph.views import path_back, value
+from fusedcomm.compile.graph.views import merge_views, path_back, value
 from fusedcomm.compile.overlap import buckets
 from fusedcomm.compile.overlap.estimator import Estimator
 from fusedcomm.compile.overlap.list_scheduler import defer, reorder
@@ -118,6 +118,8 @@ def schedule(
     """
     if memory_budget_bytes is not None and memory_budget_bytes < 0:
         raise ValueError(f"memory_budget_bytes must be at least 0, got {memory_budget_bytes}")
+    if not writes_before_end(gm.graph):
+        merge_views(gm.graph)
     estimator = estimator or Estimator.of(gm.graph)
     report = schedule_graph(gm.graph, estimator, memory_budget_bytes, bucket, OPS if fuse else ())
     gm.recompile()

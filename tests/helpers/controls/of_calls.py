@@ -341,12 +341,6 @@ CONTROLS: dict[str, Control] = {
         "return self.for_all.payload",
         "tests/ops/test_uneven.py::test_ranks_that_disagree_are_told[0]",
     ),
-    "what is the own chunk too is multiplied before any chunk": Control(
-        "fusedcomm/plan/chunk_matmul.py",
-        "            if rank in receivers:",
-        "            if False:",
-        "tests/plan/test_tiles.py::test_what_several_ranks_get_is_multiplied_once[pairs]",
-    ),
     "the check compares what only some ranks say": Control(
         "fusedcomm/ops/call_check.py",
         "in max(calls_by_rank, key=len):",
