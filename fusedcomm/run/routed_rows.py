@@ -275,7 +275,8 @@ def _torch_takes(a: Tensor, b: Tensor) -> bool:
     if is_for_capture(a.device) and not (takes and a.dtype == torch.bfloat16 and architecture(a.device) >= 90):
         raise RuntimeError(
             "a grouped matmul in a CUDA graph must be of bfloat16 on sm_90 or sm_100, with rows of multiples of "
-            f"16 bytes: torch reads where groups end on the host otherwise; got {a.dtype}, {[*a.shape]} and {[*b.shape]}"
+            "16 bytes: torch reads where groups end on the host otherwise; "
+            f"got {a.dtype}, {[*a.shape]} and {[*b.shape]}"
         )
     return takes
 
