@@ -1,6 +1,7 @@
 """Rank processes that live as long as the test session; Triton's interpreter, chosen before anything imports Triton."""
 
 import gc
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from fusedcomm.launch import ranks as rank_processes
 from fusedcomm.launch.ranks import RankPool
 from tests.helpers import compilers as kernel_compilers
 from tests.helpers import fork_server, negative_controls
-from tests.helpers.on_ranks import forget_consents
+from tests.helpers.on_ranks import begin_consents
 from tests.helpers.tiers import mark_thorough
 
 _CACHE = tempfile.TemporaryDirectory(prefix="fusedcomm-tests-")
@@ -74,12 +75,13 @@ def forked_ranks() -> Iterator[None]:
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """``ranks(world_size)``: persistent processes with a gloo group; shared by tests, so leave them as they were."""
     pools: dict[int, RankPool] = {}
+    numbers = itertools.count()
 
     def get(world_size: int) -> RankPool:
         pool = pools.get(world_size)
         if pool is None or pool.dead:
             pool = pools[world_size] = RankPool(world_size, env={"FUSEDCOMM_TIMEOUT_S": TIMEOUT_S})
-        pool.run(forget_consents)
+        pool.run(begin_consents, next(numbers))
         return pool
 
     yield get

@@ -12,11 +12,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import tests.helpers.gloo_gathers  # noqa: F401  in ranks that are spawned, too
 from fusedcomm.launch.ranks import RankPool
-from fusedcomm.memory import consent
+from fusedcomm.memory import consent, group
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,15 @@ class _Body:
         test.__wrapped__(rank, **arguments)
 
 
+def begin_consents(rank: int, number: int) -> None:
+    """As in new processes: after a test whose ranks came to other programs, one would be ahead in its count."""
+    consent._consents.clear()
+    consent.groups = SimpleNamespace(store=lambda pg, purpose: group.store(pg, f"{purpose} {number}"))  # type: ignore[assignment]
+    forget_consents(rank)
+
+
 def forget_consents(rank: int, patience: float = 1.0) -> None:
-    """As in a new process: graphs agreed to before are unknown, and no rank is impatient with slow compilers."""
+    """Graphs agreed to before are unknown, and no rank is impatient with slow compilers."""
     consent._PATIENCE = patience
     for each in consent._consents.values():
         each._answers.clear()
