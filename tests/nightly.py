@@ -51,7 +51,7 @@ def pytest_part(limit_s: int, *paths: str, without: Sequence[str] = (), nights: 
 PARTS = {
     "calls": pytest_part(720, *(f"tests/{each}" for each in ("ops", "nn", "parallel", "plan", "run"))),
     "graphs": pytest_part(720, "tests/compile", "tests/redistribution"),
-    "launches": pytest_part(660, "tests/kernels", nights=2),
+    "launches": pytest_part(660, "tests/kernels", nights=3),
     "ranks": pytest_part(360, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(520, FAULTS, nights=3),
     "controls": pytest_part(560, *CONTROLS, nights=7),

@@ -1,7 +1,7 @@
 """Registers the ops with Inductor and the FLOP counter when a program imports them, as their import takes a second.
 
-Neither asks anybody for lowerings or formulas, and a graph can be compiled without `fusedcomm.compile`. So the import
-of their tables is hooked.
+Neither asks anybody for lowerings, formulas or times, and a graph can be compiled without `fusedcomm.compile`. So the
+import of their tables is hooked.
 """
 
 import importlib
@@ -15,6 +15,7 @@ log = logging.getLogger("fusedcomm")
 TABLES = {  # the module of torch that has the table, and the one that fills it
     "torch._inductor.lowering": "fusedcomm.ops.lowering",
     "torch.utils.flop_counter": "fusedcomm.ops.flops",
+    "torch._inductor.fx_passes.overlap_scheduling": "fusedcomm.ops.roofline",
 }
 
 

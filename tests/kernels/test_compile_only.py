@@ -237,7 +237,7 @@ LARGEST += ["reduce and norm 8192", "unpack and norm 8192", "norm 8192", "groupe
 LARGEST += ["send rows", "take rows", "return rows", "add rows"]
 
 
-@pytest.mark.nightly
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", [Target("installed", 90)], indirect=True, ids=str)
 def test_footprints_are_those_of_the_compiled_kernels(compiled: Compiled, target: Target) -> None:
     kernels = [compiled[name] for name in LARGEST]

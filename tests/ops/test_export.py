@@ -139,6 +139,8 @@ overloads = [getattr(ops, name).default for name in OPS if "matmul" in name]
 assert len(overloads) == 12
 from torch._inductor import lowering
 assert all(overload in lowering.lowerings for overload in [*overloads, ops.moe_dispatch.default]), overloads
+from torch._inductor.fx_passes import overlap_scheduling
+assert overlap_scheduling.benchmark_node_with_cache_key.__module__ == "fusedcomm.ops.roofline"
 import torch.utils.flop_counter
 assert all(getattr(ops, op._opname) in torch.utils.flop_counter.flop_registry for op in overloads)
 assert not any(type(finder).__name__ == "_AfterTable" for finder in sys.meta_path)
@@ -158,6 +160,22 @@ PROGRAMS = {
 def test_lowerings_are_registered_when_inductor_is_there(name: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAMS[name]], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_overlap_scheduling_makes_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark of torch's would, at compile time, and not equally many on all ranks."""
+    from torch._inductor.fx_passes import overlap_scheduling
+
+    monkeypatch.setattr(overlap_scheduling, "get_collective_do_bench", lambda: lambda call: call())
+    of_a_gpu = "torch.utils._runtime_estimation"
+    monkeypatch.setattr(f"{of_a_gpu}.flops_to_ns", lambda flops, dtype: 1e6 * flops)
+    monkeypatch.setattr(f"{of_a_gpu}.get_transfer_time", lambda *_: 0.0)
+    graph = torch.fx.Graph()
+    x, w = (graph.create_node("placeholder", name) for name in "xw")
+    x.meta["val"], w.meta["val"] = torch.empty(3, 4, device="meta"), torch.empty(4, 5, device="meta")
+    call = graph.call_function(torch.ops.fusedcomm.matmul_all_reduce.default, (x, w, None, "sum", 2, "no group"))
+    call.meta["val"] = torch.empty(3, 5, device="meta")
+    assert overlap_scheduling.benchmark_node(call) == 2 * 3 * 4 * 5
 
 
 BROKEN = """
