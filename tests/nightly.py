@@ -54,11 +54,11 @@ PARTS = {
     "launches": pytest_part(660, "tests/kernels", nights=3),
     "ranks": pytest_part(360, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(520, FAULTS, nights=3),
-    "controls": pytest_part(560, *CONTROLS, nights=7),
-    "commands": pytest_part(500, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK], nights=2),
+    "controls": pytest_part(440, *CONTROLS, nights=7),
+    "commands": pytest_part(620, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK], nights=2),
     "soak": Part(560, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
-    "sanitizers": pytest_part(520, SANITIZERS, nights=2),
-    "models": Part(880, (("make", "models"), (*PYTEST, "tests/models"))),
+    "sanitizers": pytest_part(420, SANITIZERS, nights=2),
+    "models": Part(980, (("make", "models"), (*PYTEST, "tests/models"))),
     "cuda": Part(5400, (("make", "host-cost"),)),  # torch's own CUDA code without a GPU
     "torch": Part(3600, (("make", "test-torch"),)),  # TORCH=2.15.0 in the environment
 }

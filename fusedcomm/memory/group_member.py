@@ -145,6 +145,8 @@ class Member:
                 self.for_graphs = self.workspace
             self._free()
             return self._make(num_bytes, op, fingerprint)
+        if is_capturing(self.device) and not self.workspace.captured:
+            self._forget_prepared()  # replays will move the epoch that they count on the host
         return self.workspace
 
     def enter(self, op: str, fingerprint: int) -> None:
@@ -203,15 +205,11 @@ class Member:
         try:
             made = self._share(size, op, fingerprint)
             if not isinstance(made, str):
-                self.workspace = Workspace(self.rank, *made, guard_bytes=self.guard_bytes)
-                self.workspace.departures = self.departures
+                self.workspace = made
                 if self.device.type == "cuda":
                     gpus.add(self.device)
-                self.workspace.share_gpu(self.topology.ranks_per_gpu)
-                self.workspace.call_number = self.num_calls
-                self.workspace.arm()
                 self.prepare_anew()
-                return self.workspace
+                return made
         except PeerError as failed:
             self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
@@ -223,20 +221,16 @@ class Member:
         self.prepare_anew()
         raise WorkspaceUnavailable(made)
 
-    def _share(self, size: int, op: str, fingerprint: int) -> tuple[list[torch.Tensor], str, Any] | str:
-        """(every rank's segment of symmetric memory, the group's name, its keepers alive), or why there is none; equal
-        on all ranks.
-        """
+    def _share(self, size: int, op: str, fingerprint: int) -> Workspace | str:
+        """A workspace with segments of ``size`` bytes, or why there is none; equal on all ranks."""
+        if self.device.type == "cuda":  # a rank's former segment stays until all have unmapped it
+            self._agree(op, fingerprint, "", "freed")
         segment, error = self._allocate(size)
-        reason = self._agree(op, fingerprint, error, "allocated")
-        if reason is None:
-            assert segment is not None
-            handle, error = self._rendezvous(segment, op)
-            reason = self._agree(op, fingerprint, error, "mapped")
-        if reason is not None:
+        if (reason := self._agree(op, fingerprint, error, "allocated")) is not None:
             return reason
-        segments = [handle.get_buffer(r, (size,), torch.uint8) for r in range(self.group_size)]
-        return segments, self.group_name, (segment, handle)
+        assert segment is not None
+        made = self._map(segment, op)
+        return self._agree(op, fingerprint, made if isinstance(made, str) else "", "mapped") or made
 
     def prepare_calls(self) -> None:
         """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
@@ -250,13 +244,17 @@ class Member:
         self.plans.clear()
         self.plan_bytes = 0
         self.generation += 1
+        self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
         if self.prepared is None:
             return
         with self.lock:  # a thread may be in a call
-            if self.workspace is None or self.retired:  # each call looks whether a replay has failed
+            if self.workspace is None:
                 self.prepared.clear(self.resets)
-            else:
-                self.prepared.begin(self.resets, *self.workspace.for_plans())
+            else:  # each call looks whether a replay has failed, too
+                records = [each.record.words for each in (self.workspace, *self.retired)]
+                self.prepared.begin(self.resets, *self.workspace.for_plans(), records)
 
     def keep(self, kind: Hashable, plan: Plan, generation: int) -> None:
         """Keep the plan of a finished call, unless lack of memory forced another plan, or all were dropped since."""
@@ -273,15 +271,36 @@ class Member:
 
     def _allocate(self, size: int) -> tuple[torch.Tensor | None, str]:
         """This rank's segment, or why there is none, which the others must hear before they wait in a rendezvous."""
-        allocate = symm_mem._SymmetricMemory.empty_strided_p2p
+        with suppress(RuntimeError):
+            return self._segment(size), ""
         try:
-            segment = allocate((size,), (1,), torch.uint8, self.device, self.group_name)
-            Workspace.initialise(segment, self.group_size, self.guard_bytes)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # of memory that tensors have had, and symmetric memory cannot take
+            return self._segment(size), ""
         except RuntimeError as error:
             return None, f"cannot allocate a workspace of {size} bytes: {error}"
-        return segment, ""
+
+    def _segment(self, size: int) -> torch.Tensor:
+        allocate = symm_mem._SymmetricMemory.empty_strided_p2p
+        segment = allocate((size,), (1,), torch.uint8, self.device, self.group_name)
+        Workspace.initialise(segment, self.group_size, self.guard_bytes)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return segment
+
+    def _map(self, segment: torch.Tensor, op: str) -> Workspace | str:
+        """A workspace on all ranks' segments, or why there is none."""
+        handle, error = self._rendezvous(segment, op)
+        if error:
+            return error
+        try:
+            segments = [handle.get_buffer(r, segment.shape, torch.uint8) for r in range(self.group_size)]
+            workspace = Workspace(self.rank, segments, self.group_name, (segment, handle), self.guard_bytes)
+            workspace.departures, workspace.call_number = self.departures, self.num_calls
+            workspace.share_gpu(self.topology.ranks_per_gpu)
+            workspace.arm()
+        except RuntimeError as failed:
+            return f"cannot use the workspace that it has mapped: {failed}"
+        return workspace
 
     def _rendezvous(self, segment: torch.Tensor, op: str) -> tuple[Any, str]:
         """The handle to peers' segments, or why there is none."""

@@ -113,16 +113,18 @@ class Workspace(CallMemory):
             canaries.paint(segment, layout)
 
     def for_plans(self) -> tuple[Any, ...]:
-        """native.Segments and counters, for prepared calls; they count its rounds too."""
+        """native.Segments and the epoch's address, for prepared calls; they count its rounds too."""
         offsets = self.layout.flags, self.layout.broken, self.layout.epoch, self.layout.header_bytes
         segments = loaded().Segments(self.rank, self.buffers, offsets, self.slot_bytes)
-        return segments, self.counters.buffer_info()[0], self.record.words.data_ptr()
+        return segments, self.counters.buffer_info()[0]
 
     def arm(self) -> None:
         """Tell this rank's kernels their bound and where to report."""
         words = self.segment[: self.layout.broken].view(torch.int64)
         words[self.layout.timeout // 8] = int(self.timeout_s * 1e9)
         words[self.layout.record // 8] = self.record.words.data_ptr()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # calls may come on another one
 
     def share_gpu(self, num_ranks: int) -> None:
         """Leave room for the other ranks' kernels on this GPU: each waits for the others' sends, so all run at once."""

@@ -69,11 +69,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
                 plan, memory = _begin(spec, args, plan, ours, record, kind)
                 generation = ours.generation
                 if plan.has_workspace:
-                    try:
-                        ran = calls.run(plan, memory, *program)
-                    finally:
-                        if is_capturing(ours.device):  # replays will move the epoch that plans count on the host
-                            ours.prepare_anew()
+                    ran = calls.run(plan, memory, *program)
                     if seen is not None and not is_capturing(ours.device):
                         seen.ran, seen.record = ran, record.kind()
                     if x.is_cuda and plan.schedule is not None and plan.schedule.can_be_captured:

@@ -142,7 +142,7 @@ class ScaledProblem(ExactProblem):
         super().__init__(program, size, num_ranks, seed, bias=True, uneven=uneven)
         self.tensor_wise = tensor_wise
         self.values = list(zip(self.xs, self.ws, strict=True))
-        whole = torch.full((1,), 2.0, device="cpu"), torch.full((1,), 0.5, device="cpu")
+        whole = [torch.tensor([each], dtype=torch.float32, device="cpu") for each in (2.0, 0.5)]
         self.scales = [
             whole if tensor_wise else (_powers(x.shape[-2]).unsqueeze(-1), _powers(w.shape[-1]).unsqueeze(0))
             for x, w in self.values
@@ -181,7 +181,7 @@ class ScaledProblem(ExactProblem):
 
 
 def _powers(size: int) -> Tensor:
-    return 2.0 ** (torch.arange(size, device="cpu") % 3 - 1)
+    return (2.0 ** (torch.arange(size, device="cpu") % 3 - 1)).float()
 
 
 def difference(result: Tensor, expected: Tensor) -> str | None:

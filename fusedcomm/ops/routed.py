@@ -96,12 +96,8 @@ def _call(
                 return
             record.runs_on(workspace)
             workspace.enter(op, fingerprint)  # by it a failure in a kernel names the op
-            try:
-                with ordered(workspace), workspace.guarded(op):
-                    yield (ByKernels if algorithm == "fused" else BySlots)(workspace, op, fingerprint)
-            finally:
-                if is_capturing(t.device):  # replays will move the epoch that plans count on the host
-                    ours.prepare_anew()
+            with ordered(workspace), workspace.guarded(op):
+                yield (ByKernels if algorithm == "fused" else BySlots)(workspace, op, fingerprint)
             if algorithm == "fused":
                 ours.loaded.add(kind, workspace.slot_bytes)
 

@@ -125,6 +125,6 @@ def _by_torch(
         else:
             scales = scale_x.expand(len(x), 1).contiguous(), scale_w.expand(1, w.shape[1]).contiguous()
         return torch._scaled_mm(x, w, *scales, bias, None, out.dtype, fast, out=out)
-    one = torch.ones((), device=x.device)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
     product = torch._scaled_mm(x, w, one, one, out_dtype=torch.float32, use_fast_accum=fast)
     return product.mul_(scale_x).mul_(scale_w)

@@ -230,9 +230,10 @@ Segments segments_of(int64_t rank, const std::vector<at::Tensor>& segments, cons
           slot_bytes};
 }
 
-void begin_calls(PreparedCalls& calls, int64_t resets, const Segments& segments, uintptr_t epoch, uintptr_t error_record) {
-  const CallContext context{segments, reinterpret_cast<int64_t*>(epoch), reinterpret_cast<const int64_t*>(error_record),
-                            segments.storages.front().device_type() != c10::kCPU};
+void begin_calls(PreparedCalls& calls, int64_t resets, const Segments& segments, uintptr_t epoch,
+                 std::vector<at::Tensor> error_records) {
+  const bool on_gpu = segments.storages.front().device_type() != c10::kCPU;
+  const CallContext context{segments, reinterpret_cast<int64_t*>(epoch), std::move(error_records), on_gpu};
   calls.clear(std::make_shared<const CallContext>(context), resets);
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <memory>
@@ -97,15 +98,16 @@ struct PreparedCall {
 // handler in Python may close the group or reset it, and then the call goes on where its peers wait.
 struct CallContext {
   Segments segments;
-  int64_t* epoch;  // this and the error record belong to the Workspace, which each PreparedCall keeps alive
-  const int64_t* error_record;
+  int64_t* epoch;  // of the Workspace, which each PreparedCall keeps alive
+  std::vector<at::Tensor> error_records;  // its own, and those of workspaces that CUDA graphs replay on
   bool on_gpu = false;  // where kernels look at the words of peers
 
-  // Python raises the error that the workspace has, or finds.
+  // Python raises the error that a workspace has, or finds.
   bool is_broken() const {
-    if (on_gpu) return *error_record != 0;
+    const auto failed = [](const at::Tensor& record) { return *static_cast<const int64_t*>(record.const_data_ptr()) != 0; };
+    if (std::any_of(error_records.begin(), error_records.end(), failed)) return true;
     const uintptr_t broken = segments.address(segments.rank) + static_cast<uintptr_t>(segments.broken);
-    return *error_record != 0 || any_broken(broken, segments.group_size, *epoch + 1);
+    return !on_gpu && any_broken(broken, segments.group_size, *epoch + 1);
   }
 };
 

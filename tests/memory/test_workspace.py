@@ -75,6 +75,9 @@ def test_retired_segments_are_kept_and_watched(rank: int) -> None:
         check(group, large, call(group, large))
         assert member.retired == [first]
         assert member.workspace is not first
+        for _ in range(3):
+            check(group, small, call(group, small))
+        assert len(member.prepared) > 0  # calls beside graphs run natively too
         dist.barrier(group)
         if rank == 0:  # as a kernel of a replay does
             first.record.fill(segment.MISMATCHED, 9, rank, 1, [0, 0], [1])  # a call alone would time out

@@ -199,6 +199,17 @@ def test_calls_leave_a_captured_workspace_to_the_graphs(gpu: Gpu, monkeypatch: p
     assert gpu.member.retired == [first] and len(made) == 1
 
 
+def test_a_first_capture_drops_native_plans_alone(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[Member] = []
+    with fusedcomm.before_capture():
+        gpu.call(ROWS[0])
+    monkeypatch.setattr(Member, "_forget_prepared", lambda ours: dropped.append(ours))
+    kept, gpu.capturing = dict(gpu.member.plans), True
+    for _ in range(3):
+        assert gpu.call(ROWS[0]) == "fused"
+    assert dropped == [gpu.member] and kept == gpu.member.plans != {}
+
+
 def test_a_call_that_outgrows_the_graphs_workspace_is_captured_on_the_groups(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import fusedcomm
 from fusedcomm.memory.group_member import Member
 from fusedcomm.ops import proof
 from fusedcomm.ops.table import SCALED
+from fusedcomm.ops.whole_group import PROGRAMS
 from fusedcomm.run import scaled_matmul
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
@@ -132,6 +133,23 @@ def test_values_by_torch(rank: int, op: str) -> None:
     """As on GPUs: torch multiplies float8 itself, in Python and natively."""
     with mock.patch.object(scaled_matmul, "has_float8", lambda device: True):
         check_values(rank, 2, "chunked", op, ["TensorWise"])
+
+
+def test_scales_are_float32_whatever_the_default_dtype() -> None:
+    """torch multiplies float8 by no others: here its product for float16, and in problems of proofs."""
+    x, out = torch.ones(2, 16).to(torch.float8_e4m3fn), torch.empty(2, 16, dtype=torch.float16)
+    scales = torch.full((2, 1), 2.0), torch.full((1, 16), 0.5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = scaled_matmul._by_torch(out, x, x[:1].expand(16, 16).contiguous().mT, *scales, None, False, False)
+        problems: Any = [
+            proof.problem_of(PROGRAMS["matmul_all_to_all"], proof.SIZES[-1], 2, form)
+            for form in ("_scaled", "_tensor_wise")
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made.equal(torch.full((2, 16), 16.0))
+    assert {scale.dtype for each in problems for scales in each.scales for scale in scales} == {torch.float32}
 
 
 def check_values(rank: int, world_size: int, algorithm: str, op: str, recipes: list[str]) -> None:

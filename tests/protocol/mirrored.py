@@ -24,7 +24,7 @@ MIRRORED: Mirrors = {
             "31a31cde704e",
         ),
         "fusedcomm/run/calls.py": ("run", "43f7828de02b"),
-        "kernels/cpu/prepared_calls.h": ("is_broken", "70b0f922579d"),
+        "kernels/cpu/prepared_calls.h": ("is_broken", "15c2bcec04eb"),
         "kernels/cpu/prepared_calls.cpp": ("run", "b79db9fd5d84"),
         "kernels/cpu/flags.h": ("signal_word wait_word any_broken", "c72019ab72f6"),
         "kernels/cpu/rounds.h": ("signal flag wait slot slot_offset end", "29752478fafa"),
@@ -41,7 +41,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "a0814578336e",
+            "33064cbcb501",
         ),
         "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),

@@ -274,6 +274,18 @@ CONTROLS: dict[str, Control] = {
         "            pass",
         "tests/memory/test_workspace.py::test_retired_segments_are_kept_and_watched",
     ),
+    "native calls look whether a replay has failed": Control(
+        MEMBER,
+        "for each in (self.workspace, *self.retired)]",
+        "for each in (self.workspace,)]",
+        "tests/memory/test_workspace.py::test_retired_segments_are_kept_and_watched",
+    ),
+    "a capture drops native plans": Control(
+        MEMBER,
+        "if is_capturing(self.device) and not self.workspace.captured:",
+        "if False:",
+        "tests/ops/test_captures.py::test_a_first_capture_drops_native_plans_alone",
+    ),
     "calls leave a captured workspace": Control(
         MEMBER,
         "        leaves = self.workspace.captured and not is_for_capture(self.device)",
