@@ -296,6 +296,31 @@ def test_a_rank_that_dies_in_it_is_named_at_once(maps: Any, monkeypatch: pytest.
     assert time.monotonic() - began < 10
 
 
+def test_memory_is_allocated_when_all_have_freed_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: Any = SimpleNamespace(is_gone=lambda rank: rank == 1, last_words=lambda ranks: {1: "it was killed"})
+    allocated: list[int] = []
+    monkeypatch.setattr(Member, "_segment", lambda ours, size: allocated.append(size))
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        Member(0, 2, "group", torch.device("cuda", 0), HashStore(), ABLE, departures=gone)._share(4096, OP, 1)
+    assert not allocated
+
+
+def test_memory_is_looked_for_again_without_torch_s_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_memory: list[bool] = []
+
+    def segment(ours: Member, size: int) -> Any:
+        if not has_memory:
+            raise RuntimeError("out of memory")
+        return "a segment"
+
+    ours: Any = Member(0, 2, "group", torch.device("cuda", 0), HashStore(), ABLE)
+    monkeypatch.setattr(Member, "_segment", segment)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert ours._allocate(4096) == (None, "cannot allocate a workspace of 4096 bytes: out of memory")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: has_memory.append(True))
+    assert ours._allocate(4096) == ("a segment", "")
+
+
 @on_ranks(2)
 def test_what_the_op_has_made_is_found_again(rank: int) -> None:
     """This is torch's own op, and CPU memory stands in for a GPU's."""
