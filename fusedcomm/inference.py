@@ -99,8 +99,13 @@ class Linear:
     @torch.no_grad()
     def apply(self, *tensors: Tensor) -> Any:
         """Run the op, or the plain program where `should_run` is False of x's rows."""
-        given = dict(zip(self._columns, tensors, strict=True))
-        if self.should_run(tensors[0].shape[:-1].numel()):
+        with torch.autocast(self._like.device.type, enabled=False):
+            return self._apply(dict(zip(self._columns, tensors, strict=True)))
+
+    __call__ = apply
+
+    def _apply(self, given: dict[str, Tensor]) -> Any:
+        if self.should_run(given["x"].shape[:-1].numel()):
             return OPS[self.op].function(**self._fixed, **given)
         spec, args = arguments_of(self.op, **self._fixed, **given)
         plan = Plan(self.op, "unfused", "should_run is False", exchange=spec.exchange_of(args))
@@ -109,8 +114,6 @@ class Linear:
         if spec.num_results > 1:
             return tuple(results)
         return results if isinstance(self._fixed["w"], LISTS) else results[0]
-
-    __call__ = apply
 
     def _inputs(self, rows: int) -> dict[str, Tensor]:
         return {name: self._like.new_zeros(rows, columns) for name, columns in self._columns.items()}

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import functional as F
 
 from fusedcomm.memory.captures import is_capturing
@@ -73,13 +74,16 @@ class ExpertParallel(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw each expert's weights as nn.Linear does. Every rank draws those of all, so all need the same seed."""
-        rank = rank_of(self.group_name)
-        for w in self._weights():
-            drawn, bound = torch.empty_like(w[0]), w.shape[2] ** -0.5
+        for w, own in zip((self.w1, self.w2, self.w3), self._weights(), strict=True):
+            drawn, bound = torch.empty(w.shape[1:], device=w.device, dtype=w.dtype), w.shape[2] ** -0.5
+            first, *starts = _offset(w)
+            if len(w) < self.num_experts:  # of this rank
+                first += rank_of(self.group_name) * len(w)
+            part = tuple(slice(start, start + size) for start, size in zip(starts, own.shape[1:], strict=True))
             for expert in range(self.num_experts):
                 drawn.uniform_(-bound, bound)
-                if expert // len(w) == rank:
-                    w[expert % len(w)] = drawn
+                if 0 <= expert - first < len(own):
+                    own[expert - first] = drawn[part]
 
     def forward(self, x: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
         """Compute the experts of each token.
@@ -123,6 +127,13 @@ class ExpertParallel(nn.Module):
     def _weights(self) -> list[Tensor]:
         """This rank's w1, w2, w3."""
         return [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+
+
+def _offset(w: Tensor) -> tuple[int, ...]:
+    """Index of the first element that this process has of a DTensor."""
+    if not isinstance(w, DTensor):
+        return (0,) * w.ndim
+    return compute_local_shape_and_global_offset(w.shape, w.device_mesh, w.placements)[1]
 
 
 def _stream_beside(x: Tensor) -> torch.cuda.Stream | None:

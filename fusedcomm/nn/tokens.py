@@ -112,6 +112,8 @@ class _Unsharded(torch.autograd.Function):
         outer = math.prod([size for i, size in enumerate(sent.shape) if i != dim % sent.ndim])  # which Dynamo traces
         whole = all_gather(sent, dim, group_size, group_name, cut, pads("all_gather", cut, outer, sent))
         whole = whole if sent is t else whole.contiguous().view(t.dtype).squeeze(-1)
+        if group_size == 1:  # else autograd takes t for its own view
+            whole = whole.clone(memory_format=torch.contiguous_format)
         assert given.rank is not None
         starts = None if cut is None or cut.gathered is None else cut.gathered.starts  # None: equal blocks
         ctx.block = dim, given.rank * t.shape[dim] if starts is None else starts[given.rank], t.shape[dim]

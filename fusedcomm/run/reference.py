@@ -137,7 +137,7 @@ def _uneven_reduce_scatter(
     sent = parts(t, scatter_dim, cut.scattered)
     own = sent[cut.rank]
     if group_size == 1:
-        return own.contiguous()
+        return own.clone(memory_format=torch.contiguous_format)  # as above
     if padded:
         outer = math.prod(size for dim, size in enumerate(t.shape) if dim != scatter_dim)
         flat = _padded(sent, _aligned(outer * cut.scattered.largest, t))

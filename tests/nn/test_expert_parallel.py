@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedcomm
@@ -90,6 +91,24 @@ def test_one_compilation(rank: int) -> None:
                 y = run(x, ids, scores)
             answers.append([y, *torch.autograd.grad(y.square().sum(), (x, scores, *layer.parameters()))])
         torch.testing.assert_close(*answers, rtol=0, atol=0)
+
+
+@on_ranks(SIZE)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_weights_are_drawn_alike_after_fully_shard(rank: int, dim: int) -> None:
+    """Sharded along E or F, by ranks that have the same experts."""
+    mesh = init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("data", "experts"))
+    for num_experts in (E, 1):
+        with torch.device("meta"):
+            layer = ExpertParallel(H, HIDDEN + 1, num_experts, (mesh, "experts"), max_tokens=6)
+        fully_shard(layer, mesh=mesh["data"], shard_placement_fn=lambda w: Shard(dim))
+        layer.to_empty(device="cpu")
+        torch.manual_seed(3)
+        layer.reset_parameters()
+        torch.manual_seed(3)
+        whole = ExpertParallel(H, HIDDEN + 1, num_experts, (mesh, "experts"), max_tokens=6)
+        for sharded, w in zip(layer.parameters(), whole.parameters(), strict=True):
+            assert isinstance(sharded, DTensor) and sharded.full_tensor().equal(w)
 
 
 @on_ranks(SIZE)

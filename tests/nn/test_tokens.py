@@ -45,6 +45,9 @@ def test_blocks_are_those_of_chunk(rank: int, world_size: int) -> None:
     sizes = [rank * 2 % 5 for rank in range(world_size)]
     whole = torch.arange(sum(sizes))
     assert torch.equal(unshard_tokens(whole.split(sizes)[rank], sizes, 0), whole)
+    own = torch.ones(5, requires_grad=True)
+    unshard_tokens(own, 5 * world_size, 0).mul_(2)
+    assert (own == 1).all()
 
 
 @on_ranks(3)

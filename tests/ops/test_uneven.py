@@ -186,6 +186,9 @@ def test_one_rank_takes_its_part(rank: int) -> None:
         case = CASES[name][1]
         alone = replace(case, gather=None, scatter=None if case.scatter_dim is None else ((1, 2),))
         check_call(alone, 0, 1, 0)
+    x = torch.ones(4, 2)
+    fusedcomm.reduce_scatter(x, 0, scatter_ranges=[(1, 2)]).zero_()
+    assert x.all()  # an op's results are no views
 
 
 @on_ranks(2)

@@ -64,6 +64,15 @@ def test_values_below_and_beyond_max_rows_and_nothing_new_after_warm_up(rank: in
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", [TAIL, *OPS])
+def test_autocast_changes_nothing(rank: int, what: str) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        call = made(what, rank)
+        for rows in (MAX_ROWS, MAX_ROWS + 4):
+            check(call, what, rank, rows)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", [TAIL, *OPS])
 def test_without_warm_up_calls_make_their_plans(rank: int, what: str) -> None:
     """The control of what is counted above."""
     with fresh_group() as group, python_calls() as calls:
