@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 # Attributes of the sections .nv.info, as `cuobjdump -elf` names them.
 _MAX_THREADS, _REQUIRED_THREADS, _PARAMETER, _REGISTERS = 0x05, 0x10, 0x17, 0x2F
+_RESERVED = (
+    1024  # bytes of shared memory of each block, which drivers do not count: Inductor's tiles take 48 KiB on sm_90
+)
 _SIZED = 0x04  # a format of such an attribute: 16 bits of size, then so many bytes
 
 
@@ -39,7 +42,7 @@ def kernel_of(image: bytes) -> CubinKernel:
         name=name,
         parameters=tuple(parameters[i] for i in range(len(parameters))),
         registers=max(registers),
-        static_shared=len(sections.get(f".nv.shared.{name}", b"")),
+        static_shared=len(sections.get(f".nv.shared.{name}", b"")) - _RESERVED * (".nv.shared.reserved.0" in sections),
         threads=threads.get(_REQUIRED_THREADS, threads.get(_MAX_THREADS, 1024)),
         required=_REQUIRED_THREADS in threads,
     )
