@@ -57,9 +57,10 @@ def rounds_of_one(
     return {name: seconds / repeat for name, seconds in found.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("float32",), rounds: int = 15) -> None:
-    said = f"default: {' '.join(dtypes)}"
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(dtypes), help=said)
+def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = (), rounds: int = 15) -> None:
+    """``dtypes``: by default bfloat16 on GPUs, float32 on CPUs."""
+    default = dtypes or ["bfloat16" if world.default_device_type() == "cuda" else "float32"]
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[*default], help=f"default: {' '.join(default)}")
     parser.add_argument("--rounds", "-n", type=console.positive, default=rounds, help=f"of each (default: {rounds})")
     console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")

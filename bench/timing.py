@@ -96,7 +96,7 @@ def measure_rounds(
     checked too, after its clock has stopped. ``clock(variant)`` gives its seconds and result.
     """
     names = list(variants)
-    clock = clock or (_CudaClock(device) if device.type == "cuda" else _timed_on_cpu)
+    clock = clock or (_CudaClock(device) if device.type == "cuda" else by_host)
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)
     for round_ in range(-warmup, rounds):
         wrong = ""
@@ -138,10 +138,14 @@ def _raise_if_any(text: str, device: torch.device, what: str) -> None:
         raise ValuesDiffer(f"{what}: " + "; ".join(wrong))
 
 
-def _timed_on_cpu(variant: Callable[[], Any]) -> tuple[float, Any]:
+def by_host(variant: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds until the results are there, those of launches included."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else bool
     dist.barrier()
+    synchronize()
     start = time.perf_counter()
     result = variant()
+    synchronize()
     return time.perf_counter() - start, result
 
 

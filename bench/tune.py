@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 
 from fusedcomm import env
 from fusedcomm.bench.op_bench import PROGRAMS, OpData
-from fusedcomm.bench.timing import check_values, measure, repeated
+from fusedcomm.bench.timing import by_host, check_values, measure, repeated
 from fusedcomm.memory import group
 from fusedcomm.memory.group import resolve
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
@@ -198,14 +198,19 @@ class _Bench:
         self.dtype = "bfloat16" if ours.device.type == "cuda" else "float32"  # alike with TF32 and without
         self._reference = self._matmul(sizes.matmuls[0], self.dtype)
 
-    def seconds(self, variants: dict[Any, Callable[[], Any]], repeat: int = 1) -> dict[Any, float]:
-        """Seconds of one call of each variant."""
+    def seconds(
+        self, variants: dict[Any, Callable[[], Any]], repeat: int = 1, with_host: bool = False
+    ) -> dict[Any, float]:
+        """Seconds of one call of each variant; on a GPU its device's alone, unless ``with_host``."""
         measured: dict[Any, Callable[[], Any]] = {
             key: partial(repeated, each, repeat) for key, each in variants.items()
         }
         measured["reference"] = partial(repeated, self._reference, REFERENCE_CALLS)
-        times = measure(measured, self.device, rounds=self.rounds, warmup=2)
-        self.references.append(times.pop("reference").median)
+        clock = by_host if with_host or self.device.type == "cpu" else None
+        times = measure(measured, self.device, rounds=self.rounds, warmup=2, clock=clock)
+        reference = times.pop("reference").median
+        if self.device.type == "cpu" or not with_host:
+            self.references.append(reference)
         return {key: timing.median / repeat for key, timing in times.items()}
 
     def move(self, variants: dict[tuple[str, int], Callable[[], Any]]) -> dict[str, dict[int, float]]:
@@ -314,7 +319,7 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
         if (longest := max(estimated.values())) > LONGEST_S:
             continue
         repeat = max(1, min(REPEAT, int(MEASUREMENT_S / longest)))
-        times = bench.seconds({name: data.forced(name) for name in names}, repeat)
+        times = bench.seconds({name: data.forced(name) for name in names}, repeat, with_host=True)
         bench.samples.append(replace(sample, measured=times))
         if on_gpu and size != bench.sizes.calls[0]:
             continue  # its device may have been slower than its host

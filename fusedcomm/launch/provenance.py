@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusedcomm.kernels.native_part import native
 from fusedcomm.launch.world import system_huge_pages
 from fusedcomm.machine import cpu_name, version
 
@@ -26,6 +27,7 @@ def run_facts() -> dict[str, Any]:
             **{name: version(name) for name in ("fusedcomm", "torch", "triton")},
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+            "native part": native is not None,
         },
         "machine": {
             "cpu": cpu_name(),

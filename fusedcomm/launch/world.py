@@ -32,9 +32,8 @@ def is_rank_0() -> bool:
 
 
 def default_device_type() -> str:
-    """GPUs if every rank of this machine has one of its own, and there are two at least."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
-    return "cuda" if torch.cuda.device_count() >= max(num_ranks, 2) else "cpu"
+    """GPUs if there are two at least. `cannot_start` says if ranks lack one."""
+    return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
 
 
 def world_size_of(asked: int | None, device_type: str) -> int:
@@ -59,6 +58,10 @@ def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str 
     if device_type == "cuda":
         missing = missing_gpus(world_size)
         return missing and f"--device cuda: {missing}"
+    if not under_torchrun() and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        return (
+            "each task of srun must have RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or be one that starts torchrun"
+        )
     return None if under_torchrun() or oversubscribe else too_many("--world-size", world_size, 2)
 
 
@@ -77,6 +80,8 @@ def too_many(option: str, asked: int, always: int, device_type: str = "cpu") -> 
 
 def missing_gpus(world_size: int | None) -> str | None:
     """Why this machine's ranks cannot have a GPU each, or None."""
+    if under_torchrun() and "LOCAL_WORLD_SIZE" not in os.environ:  # of srun, maybe on several machines
+        return None
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size or 1))
     num_gpus = torch.cuda.device_count()
     if num_gpus >= num_ranks:
@@ -99,7 +104,8 @@ def system_huge_pages() -> str | None:
 def rank_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    rank = int(os.environ["RANK"])
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,11 @@ def _on(value: str) -> bool:
 # Values that make fusedcomm wrong, hang, slow or run unfused, how bad that is with several GPUs, and why
 RULES: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "CUDA_LAUNCH_BLOCKING": (_on, ERROR, "a launch that waits for a peer holds up what the peer waits for"),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (lambda n: n.isdecimal() and int(n) < 8, WARNING, "below 8, waits block pushes"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        lambda n: n.isdecimal() and int(n) < 8,
+        WARNING,
+        "safe, but pushes queue behind waits",
+    ),
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": (lambda value: value not in ("", "100"), ERROR, "waiting kernels may not fit"),
     "NCCL_P2P_DISABLE": ("1".__eq__, ERROR, "forbids peer memory: GPUs run unfused"),
     "TORCH_SYMMMEM": (lambda name: name.upper() not in ("", "CUDA"), ERROR, "fusedcomm needs the CUDA backend"),
@@ -58,10 +62,10 @@ def find_versions(found: dict[str, str | None], num_gpus: int) -> list[Finding]:
     if problem := _wrong_torch(found["torch"]):
         wrong.append(("torch", WARNING, problem, "install a version in that range"))
     if reason := topology.no_native():
-        wrong.append(("native part", WARNING, reason, "needed on CPU only"))
-    if num_gpus >= 2 and _numbers(found["linux"]) < (5, 6):
-        text = f"Linux must be 5.6 or newer for torch's symmetric memory on GPUs (pidfd_getfd), got {found['linux']}"
-        wrong.append(("linux", ERROR, text, "a newer kernel"))
+        advice = (
+            "build it: without it ops on CPUs run unfused, and calls on GPUs in Python, at several times the host time"
+        )
+        wrong.append(("native part", WARNING, reason, advice))
     fine = ("packages", OK, "all that is needed is installed, and the native part can be loaded", "")
     return [Finding("versions", *each) for each in wrong or [fine]]
 
@@ -94,6 +98,18 @@ def find_settings(num_gpus: int) -> list[Finding]:
             found.append(Finding("settings", name, WARNING, "no setting of fusedcomm: ignored", advice))
         if text and bad(value):
             found.append(Finding("settings", name, WARNING if num_gpus < 2 else level, text, "unset it"))
+    folder = next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if os.environ.get(name)), "/tmp")
+    if not (os.access(folder, os.W_OK | os.X_OK) and len(folder) < 80):
+        text = f"torch's symmetric memory on GPUs needs sockets in a short path that can be written, got {folder}"
+        found.append(
+            Finding(
+                "settings",
+                "TMPDIR",
+                ERROR if num_gpus >= 2 else WARNING,
+                text,
+                "set another, the same for all ranks of a machine",
+            )
+        )
     try:
         cache = env.cache_dir().absolute()
         if not os.access(next(each for each in (cache, *cache.parents) if os.path.exists(each)), os.W_OK | os.X_OK):

@@ -33,7 +33,9 @@ def add_parser(commands: Any) -> None:
         "Exit code: the script's, or 2 for wrong arguments.",
         epilog="example: fusedcomm explain --nproc 2 train.py --steps 3",
     )
-    parser.add_argument("--nproc", type=console.positive, default=2, metavar="N", help="ranks to start (default: 2)")
+    parser.add_argument(
+        "--nproc", type=console.positive, metavar="N", help="ranks to start (default: a GPU each, or 2)"
+    )
     console.add_oversubscribe(parser)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # for the ranks that this command starts
     parser.add_argument("--json", metavar="FILE", help="also write all fields of every line to FILE, as JSON")
@@ -55,9 +57,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _num_ranks(args: argparse.Namespace) -> int:
+    return world.world_size_of(args.nproc, world.default_device_type())
+
+
 def _wrong_arguments(args: argparse.Namespace) -> str | None:
     if not (world.under_torchrun() or args.oversubscribe):
-        problem = world.too_many("--nproc", args.nproc, 2, device_type=world.default_device_type())
+        problem = world.too_many("--nproc", _num_ranks(args), 2, device_type=world.default_device_type())
         if problem:
             return problem
     for name, mode in ((args.script, "r"), (args.json, "a")):
@@ -76,7 +82,7 @@ def _start_ranks(args: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set this too, but say so at length
-    options = ["--standalone", f"--nproc-per-node={args.nproc}", "--module", "fusedcomm", "explain"]
+    options = ["--standalone", f"--nproc-per-node={_num_ranks(args)}", "--module", "fusedcomm", "explain"]
     options += ["--parent", str(os.getpid()), *(["--json", args.json] if args.json else [])]
     try:
         torchrun.run(torchrun.parse_args([*options, args.script, *args.script_args]))

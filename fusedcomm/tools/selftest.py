@@ -70,7 +70,7 @@ class CheckResult:
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "selftest",
-        help="check results, time-outs, errors and fallbacks here, in under a minute",
+        help="check results, time-outs, errors and fallbacks here; on CPUs in under a minute",
         description="Checks what fusedcomm promises, in ranks that it starts or in those of torchrun: results and "
         "gradients of every op, time-outs, errors and fallbacks. No rank is killed. Prints a table with a line per "
         "check. Exit code: 0 if nothing failed, 1 if something did, 2 for wrong arguments.",

@@ -85,7 +85,7 @@ def test_planted_overheads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         now[:] = [op, MatmulSize(*size), dtype]
         return SimpleNamespace(size=MatmulSize(*size), forced=lambda name: name)
 
-    def seconds(variants: dict[str, Any], repeat: int) -> dict[str, float]:
+    def seconds(variants: dict[str, Any], repeat: int, with_host: bool = False) -> dict[str, float]:
         op, size, dtype = now
         times = model.estimate(op, tune.exchange_of(op, size, 2), dtype, truth)
         return {name: times[name] for name in variants}

@@ -74,6 +74,27 @@ def test_two_ranks_are_never_too_many_and_oversubscribe_allows_more(monkeypatch:
     assert world.cannot_start("cpu", 3, False) is None
 
 
+def test_ranks_without_a_gpu_each_do_not_run_on_cpus_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for name, text in (("RANK", "0"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, text)
+    assert main(["selftest"]) == 2
+    assert "each rank needs a GPU of its own, got 8 ranks and 4 GPUs" in capsys.readouterr().err
+
+
+def test_ranks_of_srun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two machines with 4 GPUs each; without ranks each task would start a world."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert main(["selftest", "--device", "cpu"]) == 2
+    assert "each task of srun must have RANK, WORLD_SIZE" in capsys.readouterr().err
+    for name, text in (("RANK", "6"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, text)
+    assert world.cannot_start("cuda", 8, False) is None and world.rank_device("cuda").index == 2
+
+
 def test_ranks_of_explain_are_bounded_by_the_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
