@@ -1,10 +1,12 @@
 """Adds fusedcomm's passes to Inductor's custom passes, beside other packages' passes."""
 
+import threading
 from typing import Any
 
 import torch._inductor.compile_fx as compile_fx_module
 import torch._inductor.config as config
 from torch._inductor import custom_graph_pass
+from torch._inductor.codecache import FxGraphCache
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
@@ -14,6 +16,9 @@ JOINT, PRE, POST = "joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_g
 _replaced: dict[int, Any] = {}  # by id of an added pass: it, the setting, the value set by `add`, and the value before
 _inductor: Any = compile_fx_module
 _compile_fx: Any = None  # torch's, while passes are added
+_cache: Any = FxGraphCache
+_save_graph: Any = None  # likewise
+_compiling = threading.local()  # Inductor compiles a graph, and caches it, in one thread
 
 
 class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
@@ -36,13 +41,14 @@ class _Several(_InferenceAware or CustomGraphPass):  # type: ignore[misc]
 
 def add(custom_pass: Any, setting: str) -> None:
     """Add a pass behind the passes set already."""
-    global _compile_fx
+    global _compile_fx, _save_graph
     before = getattr(config, setting)
     now = _joined([*_passes(before), custom_pass])
     _replaced[id(custom_pass)] = (custom_pass, setting, now, before)
     setattr(config, setting, now)
     if _inductor.compile_fx is not _with_passes:
         _compile_fx, _inductor.compile_fx = _inductor.compile_fx, _with_passes
+        _save_graph, _cache._save_graph = _cache._save_graph, staticmethod(_save_unless_left_out)
 
 
 def remove(custom_pass: Any) -> None:
@@ -50,6 +56,7 @@ def remove(custom_pass: Any) -> None:
     _, setting, now, before = _replaced.pop(id(custom_pass))
     if not _replaced and _inductor.compile_fx is _with_passes:
         _inductor.compile_fx = _compile_fx
+        _cache._save_graph = staticmethod(_save_graph)
     current = getattr(config, setting)
     if current is now:
         setattr(config, setting, before)
@@ -67,6 +74,18 @@ def reorders_collectives() -> bool:
         or config.aten_distributed_optimizations.enable_overlap_scheduling
         or any(getattr(config, name, "none") != "none" for name in buckets)
     )
+
+
+def leave_out_of_caches(whether: bool) -> None:
+    """Say of the graph that this thread compiles whether caches may not have it."""
+    _compiling.left_out = whether
+
+
+def _save_unless_left_out(key: str, compiled_graph: Any, *args: Any) -> None:
+    if getattr(_compiling, "left_out", False):
+        compiled_graph._fx_graph_cache_key = None  # without it AOTAutograd's cache leaves it out too
+    else:
+        _save_graph(key, compiled_graph, *args)
 
 
 def _with_passes(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:

@@ -145,6 +145,7 @@ class _Run:
         self._begin()
         why_not: list[str] = []
         digest = attempt("change", self._change, before, reasons=why_not)
+        inductor.leave_out_of_caches(False)
         if digest is None:
             before.pass_by()
         else:
@@ -156,6 +157,7 @@ class _Run:
                 results = pytree.tree_leaves([node.meta["val"] for node in found])  # some have several
                 device_type = next(each.device.type for each in results if isinstance(each, torch.Tensor))
                 return [Check(digest[0], device_type, digest[1])] if before.has_peers(digest[1]) else []
+            inductor.leave_out_of_caches(True)  # from a cache it would never ask again
             why_not = [f"{'overlap' if self.scheduled else 'merge'}: {answer}"]
         if why_not:
             changed = {*before.starts} if self.scheduled else {*before.changed(graph)}

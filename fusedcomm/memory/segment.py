@@ -132,6 +132,8 @@ class ErrorRecord:
         flags = words[self.WORDS : self.WORDS + self.group_size]
         peers = [r for r, bad in enumerate(words[self.WORDS + self.group_size :]) if bad]
         found = [r for r, what in breakers.items() if what == MISMATCHED and r != rank]
+        if kind == BROKEN_BY_PEER:  # a kernel may have seen the word of a peer before that of the peer's cause
+            peers = [r for r, what in breakers.items() if what in (ABANDONED, ENDED) and r != rank] or peers
         left = [r for r in peers if breakers.get(r) == ABANDONED]
         ended = [f"rank {r} has left: {last_words[r]}" for r in peers if breakers.get(r) == ENDED]
         seen = ", ".join(f"{r}: {flag >> FINGERPRINT_BITS}" for r, flag in enumerate(flags) if r != rank)

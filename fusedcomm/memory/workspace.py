@@ -212,9 +212,12 @@ class Workspace(CallMemory):
 
     def breakers(self, epoch: int) -> dict[int, int]:
         """{rank that gave up on this workspace by round ``epoch``: cause}. Costs a copy on CUDA."""
+        return {src: word & 0xFF for src, word in enumerate(self._broken()) if word and word >> 8 <= epoch}
+
+    def _broken(self) -> list[int]:
         start = self.layout.broken
-        words = self.segment[start : start + 8 * self.group_size].view(torch.int64).tolist()
-        return {src: word & 0xFF for src, word in enumerate(words) if word and word >> 8 <= epoch}
+        words: list[int] = self.segment[start : start + 8 * self.group_size].view(torch.int64).tolist()
+        return words
 
     @contextmanager
     def guarded(self, op: str) -> Iterator[None]:
@@ -276,6 +279,16 @@ class Workspace(CallMemory):
             self._signal_broken(dst_rank, src_rank, ENDED, epoch)
         else:
             self._break(self.buffers[dst_rank], ENDED, epoch)
+
+    def _forward(self, src_rank: int) -> None:
+        """Tell the other peers what src_rank has told this rank."""
+        word, last_words = self._broken()[src_rank], self._last_words(src_rank)
+        for dst in range(self.group_size):
+            if dst not in (self.rank, src_rank):
+                if word & 0xFF == ENDED:
+                    self._tell_departure(dst, src_rank, last_words, word >> 8)
+                else:
+                    self._signal_broken(dst, src_rank, word & 0xFF, word >> 8)
 
     def _signal_broken(self, dst_rank: int, src_rank: int, kind: int, epoch: int) -> None:
         """Set the word of src_rank (release): an acquire of it sees all earlier writes."""
@@ -343,16 +356,11 @@ class Workspace(CallMemory):
         return [s for s, flag in enumerate(flags) if s != self.rank and flag >> FINGERPRINT_BITS < epoch]
 
     def _must_stop(self, epoch: int) -> bool:
-        """Whether a rank has given up by this round.
-
-        If a peer's process is gone, this rank writes the peer's word, to all: a rank that looks only after this one has
-        given up would take this one for the cause.
-        """
+        """Whether a rank has given up by this round. This rank writes the word of a peer whose process is gone."""
         if not self.breakers(epoch) and self.departures is not None:
             gone = {src for src in range(self.group_size) if self.departures.is_gone(src)}
             for src in gone.intersection(self._missing(epoch)):
-                for dst in range(self.group_size):
-                    self._tell_departure(dst, src, KILLED, epoch)
+                self._tell_departure(self.rank, src, KILLED, epoch)
         return bool(self.breakers(epoch))
 
     @outside_modes()
@@ -362,7 +370,8 @@ class Workspace(CallMemory):
         ``waited`` is False before any wait; then no peer counts as missing.
 
         A mismatch comes first, because the peer that found it too has broken this workspace already. A peer that has
-        left a round, or has ended, will not signal again: the error must name that as the cause, not its silence.
+        left a round, or has ended, will not signal again: the error must name that as the cause, not its silence. Its
+        word goes to all before the own one: a rank that sees only that would take this rank for the cause.
         """
         base = self.addresses[self.rank]
         flags = [loaded().load(base + self.layout.flag(epoch, src)) for src in range(self.group_size)]
@@ -381,6 +390,8 @@ class Workspace(CallMemory):
         else:
             kind, bad = BROKEN_BY_PEER, [s for s in others if s in breakers]
         self.record.fill(kind, epoch, self.rank, fingerprint, flags, bad)
+        for src in left:
+            self._forward(src)
         for dst in range(self.group_size):
             self._signal_broken(dst, self.rank, kind, epoch)
         self.check(op)

@@ -44,8 +44,8 @@ def _ask(text: str, device: torch.device, pg: dist.ProcessGroup, ours: consent.C
         if answer.kind != YES:
             told = (
                 f"{answer}, or one with other sizes, so this rank cannot run a graph of group {pg.group_name!r} in "
-                "which collectives were moved, merged or reordered: fusedcomm.compile.enable(commute=False), without "
-                "merge and overlap, leaves them; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles a cached graph again"
+                "which collectives were moved, merged or reordered. If it came from a cache, "
+                "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it again"
             )
             if answer.kind == ABSENT:
                 raise PeerTimeoutError(told, peers=list(answer.peers), op=OP, epoch=0)

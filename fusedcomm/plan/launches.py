@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.kernels.triton import bundles
-from fusedcomm.kernels.triton.bundles import Reduced, SegmentLayout, Sizes, Span, Traits, Unpacked
+from fusedcomm.kernels.triton.bundles import Packed, Reduced, SegmentLayout, Sizes, Span, Traits, Unpacked
 from fusedcomm.plan import tiles
 from fusedcomm.plan.builder import Builder, Given, RmsNorm
 from fusedcomm.plan.chunk_matmul import Operand
@@ -36,6 +36,7 @@ ALL_REGISTERS = 255
 _MOST_TILES = 2**31 - 2**12  # a program adds the number of programs to the last one it has
 REGISTERS = 1 << 16  # of an SM
 _LEAST_ALONE = 24 << 20  # bytes read and written: all SMs then save the 2 us of the kernel that waits for them
+_MOST_AT_ONCE = 1 << 20  # bytes of a chunk, which are sent sooner than a signal of its own (predicted)
 _POISON_BLOCK = 1024  # elements that one program makes NaN at a time
 _IN_TRITON = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}  # dtypes that it names otherwise
 
@@ -102,7 +103,8 @@ def pack(s: Builder, t: Tensor, spans: RoundSpans, *, own: bool = True) -> None:
     if spans.pack.size == 0:
         signal(s, None)
         return
-    _copies(s, "copy.pack_kernel", t, spans.pack, "pack", own)
+    traits = Packed(own, spans.pack.size * t.itemsize > _MOST_AT_ONCE)
+    _copies(s, "copy.pack_kernel", t, spans.pack, "pack", traits)
 
 
 def gather_matmul(
@@ -377,6 +379,7 @@ def _scaled(
     by_row = x_scale is None or x_scale.numel() > 1
     name = _IN_TRITON.get(dtype) or str(dtype).removeprefix("torch.")
     fast = fast and of_k == 0 and not (packed and split_k)  # otherwise scales change along K
+    fast = fast and of_n != BLOCK  # or inside of its wide tiles
     return bundles.Scaled(by_row, packed, len(w) > 1 and not shared, of_k, of_n, name, fast)
 
 
@@ -443,11 +446,12 @@ def _of_matmul(
     )
 
 
-def _copies(s: Builder, kernel: str, t: Tensor, span: Span, kind: str, traits: bool | Unpacked) -> None:
-    """Launch pack_kernel or unpack_kernel. Its programs share the tiles of one chunk after the other."""
+def _copies(s: Builder, kernel: str, t: Tensor, span: Span, kind: str, traits: Packed | Unpacked) -> None:
+    """Launch pack_kernel or unpack_kernel. Its programs share the tiles of all chunks, or of one after the other."""
     config = tiles.copy_config(s.device.architecture, span, t.itemsize)
     arguments = s.place(t), Table(), tuple(span), s.memory.slot_bytes, *of_round(s), config, traits
-    num_programs = programs(s, kind, tiles.num_copies(config, span))
+    num_chunks = 1 if isinstance(traits, Packed) and traits.by_chunk else s.group_size  # each program reports each
+    num_programs = programs(s, kind, min(num_chunks * tiles.num_copies(config, span), _MOST_TILES))
     launch(s, kernel, num_programs, arguments, num_warps=config.num_warps)
 
 
@@ -467,7 +471,7 @@ def matmul_config(
 ) -> tiles.TileConfig:
     device = s.device
     x_lines, w_lines = (tiles.lines(numel * w.itemsize) for numel in (shape.k, row_step(w)))
-    return tiles.matmul_config(
+    config = tiles.matmul_config(
         device.architecture,
         w.dtype,
         replace(shape, x_lines=x_lines, w_lines=w_lines),
@@ -477,6 +481,8 @@ def matmul_config(
         aligned,
         scaled is not None and scaled.fast and dtype.itemsize == 2,  # a wide result takes the registers
     )
+    assert scaled is None or scaled.block_n != BLOCK or config.block_n <= BLOCK, "a tile has one scale of columns"
+    return config
 
 
 def num_stages(s: Builder, config: tiles.TileConfig, use_tma: bool) -> int:

@@ -244,7 +244,7 @@ def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None
         w = w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
         found = torch.nn.functional.grouped_mm(h.contiguous(), w, offs=ends)
         is_row = torch.arange(h.shape[0], device=h.device) < ends[-1]
-        return found.masked_fill(~is_row[:, None], 0)
+        return found.masked_fill_(~is_row[:, None], 0)
     out = h.new_empty(h.shape[0], w.shape[2]) if out is None else out
     begin = 0
     for each, end in zip(w, ends.tolist(), strict=True):

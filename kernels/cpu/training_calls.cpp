@@ -55,7 +55,7 @@ class TrainingKinds {
   }
 
  private:
-  static constexpr size_t kMost = 4096;
+  static constexpr size_t kMost = 16384;
 
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<TrainingKind>> kinds_;

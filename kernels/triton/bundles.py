@@ -102,6 +102,13 @@ class CopyConfig(NamedTuple):
     num_warps: int
 
 
+class Packed(NamedTuple):
+    """TRAITS: static facts about the packed chunks."""
+
+    own: bool  # this rank's chunk too; otherwise it is taken from the tensor, and only signalled
+    by_chunk: bool  # each chunk is signalled when it is there; otherwise all are behind the last
+
+
 class Unpacked(NamedTuple):
     """TRAITS: static facts about the unpacked chunks."""
 

@@ -12,6 +12,7 @@ from fusedcomm.kernels.triton.rounds import (
     next_push,
     next_round,
     report,
+    report_all,
     slot_of,
     source_rank,
     wait_source,
@@ -37,8 +38,9 @@ def _copy(
     BLOCK_RUNS: tl.constexpr = TILE.block_runs
     BLOCK_INNER: tl.constexpr = TILE.block_inner
     inner = span.inner
-    num_runs = tl.cdiv(span.size, inner)
-    tiles_in_run = tl.cdiv(inner, BLOCK_INNER)
+    # in 64 bits: the sums before the divisions may wrap
+    num_runs = tl.cdiv(tl.cast(span.size, tl.int64), inner).to(tl.int32)
+    tiles_in_run = tl.cdiv(tl.cast(inner, tl.int64), BLOCK_INNER).to(tl.int32)
     num_tiles = tl.cdiv(num_runs, BLOCK_RUNS) * tiles_in_run
     num_programs = tl.num_programs(0)
     for tile in range(begin, num_tiles, num_programs):
@@ -69,11 +71,9 @@ def pack_kernel(
     rank,
     LAYOUT: tl.constexpr,
     TILE: tl.constexpr,
-    OWN: tl.constexpr,
+    TRAITS: tl.constexpr,  # Packed
 ):
     """slot[rank][i] of each dst_rank = tensor.flatten()[pack(i, dst_rank)]; signal it: own chunk first, then rank + 1.
-
-    Without OWN this rank's chunk is taken from the tensor, and only signalled.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol. It counts programs, not tiles.
     """
@@ -84,10 +84,13 @@ def pack_kernel(
         dst_rank = (rank + step) % LAYOUT.group_size
         segment = tl.load(segments_ptr + dst_rank)
         slot = slot_of(segment, round.epoch, slot_bytes, LAYOUT, tensor.dtype.element_ty)
-        if (step > 0) | OWN:
+        if (step > 0) | TRAITS.own:
             chunk = slot + tl.cast(rank, tl.int64) * pack.size
             begin = _copy(chunk, tensor, dst_rank, pack, begin, True, False, TILE)
-        report(round, dst_rank, 1, tl.num_programs(0), LAYOUT)
+        if TRAITS.by_chunk:
+            report(round, dst_rank, 1, tl.num_programs(0), LAYOUT)
+    if not TRAITS.by_chunk:
+        report_all(round, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["fingerprint", "rank"])

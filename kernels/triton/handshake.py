@@ -3,8 +3,16 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import flag_value, flags_of, poison, signal
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, wait_all, wait_source
+from fusedcomm.kernels.triton.primitives import poison
+from fusedcomm.kernels.triton.rounds import (
+    end_round,
+    must_poison,
+    next_push,
+    next_round,
+    signal_peers,
+    wait_all,
+    wait_source,
+)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -27,11 +35,7 @@ def signal_kernel(
     LAYOUT: tl.constexpr,
 ):
     """Signal ``count`` ranks from dst_rank ``first`` on: the stream's earlier writes are there."""
-    epoch = next_round(segments_ptr, rank, fingerprint).epoch
-    for step in range(count):
-        dst_rank = (first + step) % LAYOUT.group_size
-        flags = flags_of(tl.load(segments_ptr + dst_rank), epoch, LAYOUT)
-        signal(flags + rank, flag_value(epoch, fingerprint))
+    signal_peers(next_round(segments_ptr, rank, fingerprint), first, count, LAYOUT)
 
 
 @triton.jit(do_not_specialize=["src_rank", "fingerprint", "rank"])

@@ -160,15 +160,15 @@ def poison(DTYPE: tl.constexpr):
 
 
 @triton.jit
-def signal(flag_ptr, value):
-    """Release at system scope: an acquire of ``value`` sees all earlier writes of this block.
+def signal(flag_ptr, value, mask=None):
+    """Release at system scope: an acquire of ``value`` sees all earlier writes of this block. One flag, or several.
 
     The barrier puts the stores of all threads before the release of the one that signals. The kernels here write peers'
     memory with ordinary stores only. A kernel that used TMA stores (the async proxy) would have to complete them first,
     in the thread that issued them (cp.async.bulk.wait_group 0).
     """
     block_barrier()
-    tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), sem="release", scope="sys")
+    tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), mask, sem="release", scope="sys")
 
 
 @triton.jit

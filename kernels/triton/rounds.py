@@ -53,6 +53,15 @@ def signal_peer(round, dst_rank, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def signal_peers(round, first, count, LAYOUT: tl.constexpr):
+    """`signal_peer` of ``count`` ranks from dst_rank ``first`` on, all at once: each alone would wait for a release."""
+    steps = tl.arange(0, triton.next_power_of_2(LAYOUT.group_size))
+    segments = tl.load(round.segments_ptr + (first + steps) % LAYOUT.group_size, steps < count, other=0)
+    values = tl.zeros_like(segments) + flag_value(round.epoch, round.fingerprint)
+    signal(flags_of(segments, round.epoch, LAYOUT) + round.rank, values, steps < count)
+
+
+@triton.jit
 def report(round, dst_rank, num_stored, num_parts, LAYOUT: tl.constexpr):
     """Count parts of dst_rank's chunk that this program has stored. The program that completes the chunk signals it.
 
@@ -65,6 +74,17 @@ def report(round, dst_rank, num_stored, num_parts, LAYOUT: tl.constexpr):
     if before + num_stored == num_parts:
         tl.store(counter, 0)  # for the next round, a later kernel
         signal_peer(round, dst_rank, LAYOUT)
+
+
+@triton.jit
+def report_all(round, LAYOUT: tl.constexpr):
+    """Count the programs that have stored their parts of all chunks. The last one signals all ranks."""
+    counter = word(tl.load(round.segments_ptr + round.rank), LAYOUT.counters)
+    block_barrier()
+    before = tl.atomic_add(counter, tl.cast(1, tl.int64), sem="acq_rel", scope="gpu")
+    if before + 1 == tl.num_programs(0):
+        tl.store(counter, 0)
+        signal_peers(round, round.rank, LAYOUT.group_size, LAYOUT)
 
 
 @triton.jit

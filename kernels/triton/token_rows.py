@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.primitives import in_units, rounded
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, report, slot_of, wait_all
+from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, report_all, slot_of, wait_all
 
 MASK_32 = tl.constexpr(0xFFFFFFFF)
 
@@ -44,13 +44,6 @@ def all_fit(sums_ptr, capacity, LAYOUT: tl.constexpr):
 def first_of_rank(num, rank, LAYOUT: tl.constexpr):
     """The first of ``num`` equal works of a rank: not all ranks send to one at a time."""
     return tl.cast(num, tl.int64) * rank // LAYOUT.group_size
-
-
-@triton.jit
-def report_all(round, LAYOUT: tl.constexpr):
-    """Each program has stored its part of every rank's rows."""
-    for step in range(LAYOUT.group_size):
-        report(round, (round.rank + step) % LAYOUT.group_size, 1, tl.num_programs(0), LAYOUT)
 
 
 @triton.jit

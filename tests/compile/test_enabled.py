@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.memory.consent import ABSENT, Answer, Consent
 from tests.helpers.fragments import FRAGMENTS
 from tests.helpers.graphs import aten_graph, cache_counts, targets
 from tests.helpers.merge_world import fake_world, traced
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, world
 
 
@@ -188,6 +191,36 @@ def test_cached_graphs(ranks: Any, tmp_path: Path) -> None:
         assert fresh.run(cache_hits, str(tmp_path), None) == hit
         assert fresh.run(cache_hits, str(tmp_path), []) == miss
         assert fresh.run(cache_hits, str(tmp_path), []) == hit
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+def test_a_graph_without_consent_is_not_cached(rank: int, tmp_path: Path) -> None:
+    """Else a rank whose peers were late once would never ask them again."""
+
+    def heads(x: Tensor, w: Tensor) -> Tensor:
+        blocks = (x @ w).view(8, 2, 3).permute(1, 0, 2).contiguous()
+        return funcol.all_to_all_single(blocks, None, None, world()).view(16, 3)
+
+    def program(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return heads(x, q) * heads(x, k)
+
+    args = torch.ones(8, 4), torch.ones(4, 6), torch.ones(4, 6)
+
+    def run() -> None:
+        with fusedcomm.compile.enabled():
+            assert (torch.compile(program, fullgraph=True)(*args) == 16).all()
+
+    def seen() -> tuple[tuple[int, ...], list[str]]:
+        counts = cache_counts(f"{tmp_path}/{rank}", run)[:2]
+        return counts, [str(line.reason) for line in fusedcomm.compile.report().collectives]
+
+    with patch.object(Consent, "ask", lambda *args, **kwargs: Answer(ABSENT, (1 - rank,), (1 - rank,))):
+        counts, reasons = seen()
+    assert counts == (0, 1) and any("did not come" in each for each in reasons)
+    counts, reasons = seen()
+    assert counts == (0, 1) and not any("did not come" in each for each in reasons)
+    assert seen()[0] == (1, 0)
 
 
 @pytest.mark.parametrize("multiplied_first", [True, False])

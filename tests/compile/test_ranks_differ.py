@@ -26,7 +26,6 @@ from tests.helpers.differing_programs import Program
 from tests.helpers.graphs import aten_graph
 from tests.helpers.on_ranks import forget_consents, on_ranks
 from tests.helpers.program_parts import all_gather, heads_first, reduce_scatter, world
-from tests.helpers.tiers import thorough_but
 
 
 @contextmanager
@@ -102,17 +101,15 @@ def check(rank: int, seeds: Iterable[int], run: Callable[..., Any]) -> None:
         assert why is None, f"{p} of seed {seed}:\n{why}"
 
 
-@on_ranks()
+@on_ranks(2)
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
-def test_passes(rank: int, world_size: int) -> None:
-    check(rank, range(60 // world_size), traced)
+def test_passes(rank: int) -> None:
+    check(rank, range(30), traced)
 
 
-@on_ranks()
-@pytest.mark.parametrize("world_size", thorough_but([2], [2, 3]))
-def test_compiled(rank: int, world_size: int) -> None:
-    check(rank, range(8 // world_size), compiled)
+@on_ranks(2)
+def test_compiled(rank: int) -> None:
+    check(rank, range(4), compiled)
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ wraps is an error, as is a value in the wrong place: the tensors begin as zeros,
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -105,16 +104,18 @@ def test_a_push_reads_rows_where_they_lie() -> None:
     assert not chunk[:-64].any()
 
 
+@pytest.mark.parametrize("dtype", [DTYPE, torch.uint8])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_pack_fills_slots(rank: int) -> None:
-    x, ranks = sparse(MOST, DTYPE), ranks_with()
-    x[:1024], x[-1024:] = integers(1024), integers(1024) + 1
-    (spans,) = shapes.all_gather_matmul((ROWS, COLUMNS), ((COLUMNS, 1),), 0, 2).rounds(MOST)
+def test_a_pack_fills_slots(rank: int, dtype: torch.dtype) -> None:
+    most = MOST * 2 // dtype.itemsize  # of bytes nearly 2^31
+    x, ranks = sparse(most, dtype), ranks_with()
+    x[:4096], x[-4096:] = integers(4096).to(dtype), (integers(4096) + 1).to(dtype)
+    (spans,) = shapes.all_gather_matmul((ROWS, most // ROWS), ((most // ROWS, 1),), 0, 2).rounds(most)
     with only_programs(first_and_last):
-        launch_now.pack(x.view(ROWS, COLUMNS), spans, ranks[rank], FINGERPRINT)
-    last = (MOST - 1) // 1024 * 1024
+        launch_now.pack(x.view(ROWS, -1), spans, ranks[rank], FINGERPRINT)
+    last = (most - 1) // 1024 * 1024
     for dst in ranks:
-        chunk = slot_of(dst, EPOCH, DTYPE)[rank * MOST : (rank + 1) * MOST]
+        chunk = slot_of(dst, EPOCH, dtype)[rank * most : (rank + 1) * most]
         same(chunk[:1024], x[:1024])
         same(chunk[last:], x[last:])
 
@@ -179,7 +180,7 @@ def test_an_unpack_writes_rows_of_three_ranks() -> None:
     sent = slot_of(ranks[0], EPOCH, DTYPE)[: 3 * length].view(3, length)
     sent[:, -1024:] = integers(3, 1024)
     out = sparse(3 * num_rows * length, DTYPE).view(3, num_rows, length)
-    with only_programs(first_and_last):
+    with only_programs(lambda num_tiles: [i * num_tiles // 3 + of for i in range(3) for of in (0, num_tiles // 3 - 1)]):
         launch_now.unpack(out.view(-1, length), spans, ranks[0], FINGERPRINT)
     same(out[:, -1], sent)
     assert not out[:, -2].any() and not out[:, 0].any()
@@ -219,14 +220,12 @@ def test_a_result_that_may_be_wrong_is_poisoned_to_its_end(failed: bool) -> None
     assert not out[1024:2048].any() and not out[(1 << 32) - 1024 : 1 << 32].any()
 
 
-@pytest.mark.parametrize("numel", [MOST, (1 << 30) + 32])
-def test_a_copy_of_more_than_a_slot_overflows(numel: int) -> None:
-    """Negative control: an overflow is seen."""
-    (rank, _) = large_ranks(2, 2 * 2 * numel)
-    (spans,) = shapes.all_gather_matmul((numel // 32, 32), ((32, 1),), 0, 2).rounds(numel)
-    x, fits = sparse(numel, DTYPE).view(-1, 32), numel == MOST
-    with only_programs(first_and_last), nullcontext() if fits else pytest.raises(Exception, match="overflow"):
-        launch_now.pack(x, spans, rank, FINGERPRINT)
+def test_an_overflow_is_seen() -> None:
+    """Negative control: the offsets of one row's push, which wrap behind its mask."""
+    x, w, ranks = integers(1, 5), sparse(5 * 2 * MOST, DTYPE).view(5, 2 * MOST), ranks_with()
+    (spans,) = shapes.matmul_all_to_all(x.shape, w.shape, None, 0, 1, 2).rounds(MOST)
+    with only_programs(of_both_halves), pytest.raises(Exception, match="overflow"):
+        launch_now.push(x, w, None, spans, ranks[1], FINGERPRINT)
 
 
 # Indices beyond 32 bits: strides near 2^31 and 2^32, and results of more elements.

@@ -58,7 +58,7 @@ def push(recipe: str, size: int, m: int, k: int, n: int, out: torch.dtype, pair:
     bias = integers(99, n)
 
     def program(s: Builder, x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Tensor) -> None:
-        launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out, fast=recipe == "rows"), bias, spans)
+        launches.push(s, Scaled(x, scale_x, out), Scaled(w, scale_w, out, fast=recipe != "tensor"), bias, spans)
 
     for rank, each in zip(ranks, inputs, strict=True):
         launch_now.prepared(program, rank, FINGERPRINT, *each[:4], bias.to(out))()
@@ -85,7 +85,7 @@ def gather(
 
     def program(s: Builder, got: Tensor, w: Tensor, scale_w: Tensor, bias: Tensor) -> None:
         launches.gather_matmul(
-            s, got, OfPayload(w, scale_w, out, payload, fast=recipe == "rows"), bias, spans, end_round=True
+            s, got, OfPayload(w, scale_w, out, payload, fast=recipe != "tensor"), bias, spans, end_round=True
         )
 
     for rank, each in zip(ranks, inputs, strict=True):
@@ -138,6 +138,13 @@ def test_a_block_of_k_comes_from_one_source(k: int, launched: bool) -> None:
     fused.gather_matmul(s, exchange, x, [OfPayload(w, scale_w, torch.bfloat16, None, scale_x)], [None], False)
     works = [step.work for step in s.finish().steps]
     assert any(isinstance(work, Launch) and "gather_matmul" in work.kernel for work in works) == launched
+
+
+@pytest.mark.parametrize("kind", ["push", "gather"])
+def test_a_tile_has_one_scale_of_columns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K is one block, and sm_90's best tile for sums of few bits is two blocks wide."""
+    monkeypatch.setattr("tests.helpers.virtual_ranks.ARCHITECTURE", 90)
+    CALLS[kind]("blocks", 2, 384, 128, 512, torch.bfloat16, PAIRS[0])
 
 
 def test_older_gpus_are_refused_with_a_reason() -> None:

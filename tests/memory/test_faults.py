@@ -75,6 +75,28 @@ def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm:
         check(group, HEADS, call(group, HEADS, 3), 3)
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("algorithm", thorough_but(["chunked"], ["chunked", "fused"]))
+def test_whoever_comes_later_blames_the_rank_that_left_its_call(rank: int, algorithm: str) -> None:
+    """Rank 2 has told rank 0 alone when rank 1 hears that rank 0 has given up."""
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+        check(group, HEADS, call(group, HEADS))
+        space = members.members(group)[0].workspace
+        assert space is not None
+        tell = space._break
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(space, "_break", lambda to, *word: tell(to, *word) if to is space.buffers[0] else None)
+                space.abandon("op", Left())
+        for late in range(3):
+            dist.barrier(group)
+            if rank == late:
+                with pytest.raises(fusedcomm.PeerError) as caught:
+                    call(group, HEADS)
+                assert caught.value.peers == [2]
+        dist.barrier(group)
+
+
 @on_ranks(2)
 def test_reset_against_close_is_a_mismatch(rank: int) -> None:
     with fresh_group() as group:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.tiers import nightly_but
+
 ROOT = Path(__file__).parents[2]
 SINGLE = "train_gqa_single"
 COMPARED = ["tensor_parallel_mlp", "ulysses_attention"]  # with a single process, by themselves
@@ -37,7 +39,7 @@ def torchrun(name: str, world_size: int, *arguments: str) -> subprocess.Complete
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", nightly_but(COMPARED[:1], COMPARED))
 def test_example(name: str) -> None:
     result = torchrun(name, 2)
     assert result.returncode == 0, result.stdout + result.stderr

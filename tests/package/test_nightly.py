@@ -36,7 +36,7 @@ def python(code: str) -> Command:
     return (sys.executable, "-c", code)
 
 
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_a_part_that_fails_or_hangs_is_told_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

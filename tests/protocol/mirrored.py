@@ -10,8 +10,9 @@ from tests.protocol.mirrors import Mirrors
 MIRRORED: Mirrors = {
     "programs.ProgramModel": {
         "kernels/triton/rounds.py": (
-            "next_round slot_of end_round report signal_peer source_rank all_there wait_all wait_source",
-            "c7cb971d97ea",
+            "next_round slot_of end_round report report_all signal_peer signal_peers source_rank all_there wait_all "
+            "wait_source",
+            "ce01d21f61b0",
         ),
         "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
     },
@@ -21,7 +22,7 @@ MIRRORED: Mirrors = {
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (
             "enter check check_peers signal _must_stop wait breakers end_round handshake",
-            "31a31cde704e",
+            "0f119ca08bee",
         ),
         "fusedcomm/run/calls.py": ("run", "43f7828de02b"),
         "kernels/cpu/prepared_calls.h": ("is_broken", "15c2bcec04eb"),
@@ -31,12 +32,12 @@ MIRRORED: Mirrors = {
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
         "kernels/triton/primitives.py": (
             "signal wait poll poll_broken is_broken given_up give_up_earlier",
-            "b08c677d67a4",
+            "c348f189a547",
         ),
         "kernels/triton/rounds.py": ("must_poison next_push", "ecf86bc1ab1b"),
     },
     "model.ProtocolModel: failures and resets": {
-        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "bb21c3fb771a"),
+        "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "fc81ce13b05b"),
         "kernels/triton/primitives.py": ("fail", "5ef040b57d7d"),
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (

@@ -1,14 +1,16 @@
 """The inside of a rank on a device: kernels of several programs that share a counter, the arrivals and the epoch.
 
 There are two ranks without faults. A kernel that sends stores a part per program into each chunk. The program that
-completes a chunk, by the counter, signals it. A kernel that receives waits for every source, the own one too; the last
-program that arrives counts the epoch. What a gather sends may come beside its matmul. Where rows are gathered, the
-matmul leaves its own chunk out, and waits for the own signal last.
+completes a chunk, by the counter, signals it; or the one that completes the last chunk signals all. A kernel that
+receives waits for every source, the own one too; the last program that arrives counts the epoch. What a gather sends
+may come beside its matmul. Where rows are gathered, the matmul leaves its own chunk out, and waits for the own signal
+last.
 
 This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/plan/fused.py (tests/protocol/mirrored.py).
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from tests.protocol.explorer import Violation
@@ -26,8 +28,7 @@ class ProgramRules:
 
 
 class Kernel(NamedTuple):
-    sends: bool
-    takes_own: bool  # reads its own chunk like the others
+    steps: tuple[str, ...]
     epoch: int  # the round that its programs must find in the header
     after: tuple[int, ...]  # kernels of this rank that come before it
 
@@ -46,15 +47,16 @@ class State(NamedTuple):
     parts: tuple[tuple[int, ...], ...]
 
 
-# steps for each chunk; "signal" also clears the counter first, and a program that has not completed the chunk skips it
+# "count" also clears the counter, and a program that does not complete the chunk skips the signals behind it
 SEND = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("store", "count", "signal")))
+SEND_AT_ONCE = ("epoch", "store 0", "store 1", "count 0", "signal 1", "signal 0")  # as seen last first
 RECEIVE = ("epoch", *(f"{what} {step}" for step in range(2) for what in ("wait", "read")), "arrive", "count epoch")
 RECEIVE_OTHERS = ("epoch", "wait 1", "read 1", "wait 0", "arrive", "count epoch")
 
 
 class ProgramModel:
     def __init__(self, rounds: tuple[str, ...], rules: ProgramRules) -> None:
-        """``rounds``: "push", "gather", or "gather rows"."""
+        """``rounds``: "push", "push at once", "gather", or "gather rows"."""
         self.rules, self.kernels = rules, [*_kernels(rounds, rules)]
 
     def initial(self) -> State:
@@ -71,21 +73,15 @@ class ProgramModel:
             for k, kernel in enumerate(self.kernels):
                 if all(self._over(state, r, before) for before in kernel.after):
                     for p in range(self.rules.num_programs[r]):
-                        if state.steps[r][k][p] < len(self._names(k)):
+                        if state.steps[r][k][p] < len(kernel.steps):
                             moves += self._step(state, r, k, p)
         return moves, []
 
-    def _names(self, k: int) -> tuple[str, ...]:
-        kernel = self.kernels[k]
-        if kernel.sends:
-            return SEND
-        return RECEIVE if kernel.takes_own else RECEIVE_OTHERS
-
     def _over(self, state: State, r: int, k: int) -> bool:
-        return all(done == len(self._names(k)) for done in state.steps[r][k])
+        return all(done == len(self.kernels[k].steps) for done in state.steps[r][k])
 
     def _step(self, state: State, r: int, k: int, p: int) -> list[tuple[str, State]]:
-        what, _, step = self._names(k)[state.steps[r][k][p]].partition(" ")
+        what, _, step = self.kernels[k].steps[state.steps[r][k][p]].partition(" ")
         label = f"rank {r}: program {p}, round {self.kernels[k].epoch}: {what} {step}"
         after = getattr(self, "_" + what)(state, r, k, p, step)
         return [] if after is None else [(label, after)]
@@ -112,7 +108,8 @@ class ProgramModel:
         completes = before + 1 == num
         counts = with_word(state.counts[r], int(step), 0 if completes and self.rules.clears_counter else before + 1)
         after = state._replace(counts=with_word(state.counts, r, counts))
-        return _done(after, r, k, p, 1 if completes else 2)
+        signals = takewhile(lambda name: name.startswith("signal"), self.kernels[k].steps[state.steps[r][k][p] + 1 :])
+        return _done(after, r, k, p, 1 if completes else 1 + len([*signals]))
 
     def _signal(self, state: State, r: int, k: int, p: int, step: str) -> State:
         cell = self._cell((r + int(step)) % 2, k, r)
@@ -145,8 +142,10 @@ def _kernels(rounds: tuple[str, ...], rules: ProgramRules) -> list[Kernel]:
     before: tuple[int, ...] = ()
     for i, kind in enumerate(rounds):
         send, receive = len(kernels), len(kernels) + 1
-        kernels.append(Kernel(True, True, i + 1, before))
-        kernels.append(Kernel(False, kind != "gather rows", i + 1, (send,) if kind == "push" else before))
+        is_push = kind.startswith("push")
+        kernels.append(Kernel(SEND_AT_ONCE if "at once" in kind else SEND, i + 1, before))
+        receives = RECEIVE_OTHERS if kind == "gather rows" else RECEIVE
+        kernels.append(Kernel(receives, i + 1, (send,) if is_push else before))
         before = (send, receive) if rules.joins else (receive,)
     return kernels
 

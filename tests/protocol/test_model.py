@@ -304,7 +304,7 @@ def test_in_a_new_segment_late_writes_do_no_harm() -> None:
 # inside a rank on a device
 
 
-ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows", "push")]
+ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows", "push at once")]
 
 
 @pytest.mark.parametrize(
@@ -318,6 +318,7 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     ("rounds", "rules", "check"),
     [
         (("push", "push"), ProgramRules(last_signals=False), "wrong data"),
+        (("push at once", "push"), ProgramRules(last_signals=False), "wrong data"),
         (("push", "push"), ProgramRules(clears_counter=False), DEADLOCK),
         (("gather", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
         (("gather rows", "push"), ProgramRules(waits_for_own=False), "wrong epoch"),
@@ -326,6 +327,7 @@ def test_programs_signal_whole_chunks_and_find_their_epoch(rounds: tuple[str, ..
     ],
     ids=[
         "first-signals",
+        "first-signals-all",
         "counter-not-cleared",
         "own-chunk-not-awaited",
         "own-signal-not-awaited",

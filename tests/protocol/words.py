@@ -161,9 +161,10 @@ def _sends(
             if own is not None and flag.epoch in shown:
                 yield "show", rank, flag.epoch, own
             own = None
+            if (before := written.pop(flag.dst_rank, None)) is not None:
+                yield "write", flag.dst_rank, flag.epoch, before
+        for flag in node.step.signals:
             if flag.dst_rank != rank:
-                if (before := written.pop(flag.dst_rank, None)) is not None:
-                    yield "write", flag.dst_rank, flag.epoch, before
                 yield "signal", flag.dst_rank, flag.epoch, node
     assert not written, "what is written is signalled"
 

@@ -47,9 +47,9 @@ def hang_in_rank_0(rank: int) -> None:
         time.sleep(0.01)
 
 
-def die_in_rank_0(rank: int, signum: int) -> None:
+def die_in_rank_0(rank: int) -> None:
     if rank == 0:
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), signal.SIGSEGV)
     dist.barrier()
 
 
@@ -123,15 +123,13 @@ def test_a_rank_that_does_not_answer_is_dumped_and_killed() -> None:
         pool.run(total, 0)
 
 
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSEGV])
-def test_a_rank_that_dies_is_named_with_its_signal(signum: signal.Signals) -> None:
+def test_a_rank_that_dies_is_named_with_its_signal() -> None:
     pool = RankPool(2)
     pids = [pool.pid(0), pool.pid(1)]
-    with pytest.raises(RankError, match=f"rank 0 died: {signum.name}") as info:
-        pool.run(die_in_rank_0, int(signum))
+    with pytest.raises(RankError, match="rank 0 died: SIGSEGV") as info:
+        pool.run(die_in_rank_0)
     assert info.value.rank == 0
-    if signum is signal.SIGSEGV:
-        assert "in die_in_rank_0" in str(info.value)
+    assert "in die_in_rank_0" in str(info.value)
     wait_until_dead(pids, timeout_s=0)
 
 

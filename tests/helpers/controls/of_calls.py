@@ -214,11 +214,11 @@ CONTROLS: dict[str, Control] = {
         "            gone = set()",
         "tests/memory/test_exits.py::test_a_process_that_is_gone_is_found",
     ),
-    "all are told of a process that is gone": Control(
+    "all are told of the cause before its consequence": Control(
         WORKSPACE,
-        "                for dst in range(self.group_size):\n                    self._tell_departure",
-        "                for dst in [self.rank]:\n                    self._tell_departure",
-        "tests/memory/test_exits.py::test_whoever_comes_later_blames_the_process_that_is_gone",
+        "            self._forward(src)",
+        "            pass",
+        "tests/memory/test_faults.py::test_whoever_comes_later_blames_the_rank_that_left_its_call[chunked]",
     ),
     "a look at the broken words where all signals are there": Control(
         WORKSPACE,
@@ -306,8 +306,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "the own chunk of a gather by a kernel is only signalled": Control(
         "kernels/triton/copy.py",
-        "        if (step > 0) | OWN:\n",
-        "        if True:\n",
+        "        if (step > 0) | TRAITS.own:\n            chunk = slot + tl.cast(rank, tl.int64)",
+        "        if True:\n            chunk = slot + tl.cast(rank, tl.int64)",
         "tests/run/test_fused_gather.py::test_the_own_chunk_does_not_go_through_the_slot",
     ),
     "the own chunk of a gather by copy engines is only signalled": Control(

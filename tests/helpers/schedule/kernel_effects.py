@@ -104,6 +104,13 @@ class KernelCall:
         step.writes.append(self.word(self._flag(self.rank), dst_rank))
         return step
 
+    def signal_all(self) -> Step:
+        """By the programs' one counter."""
+        step = Step(writes=[self.counter(0)])
+        for dst_rank in [self.rank, *peers_of(self.rank, self.group_size)[:-1]]:
+            self.signal(step, dst_rank)
+        return step
+
     def wait(self, step: Step, src_rank: int) -> Step:
         step.waits.append(Flag(self.group.name, self.rank, src_rank, self.epoch))
         step.reads += [self.word(EPOCH), self.word(self._flag(src_rank))]
@@ -140,13 +147,19 @@ def push(launch: KernelCall) -> Iterator[Step]:
 def pack(launch: KernelCall) -> Iterator[Step]:
     itemsize, numel = launch.itemsize("tensor"), Span(*launch.args["pack"]).size
     yield Step(reads=[launch.word(EPOCH)])
+    own, by_chunk = launch.args["TRAITS"]
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
-        step = Step(writes=[launch.counter(dst_rank)])
-        if dst_rank != launch.rank or launch.args["OWN"]:
+        step = Step()
+        if dst_rank != launch.rank or own:
             step.reads = launch.span("pack", "tensor", dst_rank)
             step.work = launch.store(step.work, dst_rank, numel * itemsize)
-            step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
-        yield launch.signal(step, dst_rank)
+            step.writes = [launch.part(dst_rank, launch.rank, numel, itemsize)]
+        if by_chunk:
+            step.writes.append(launch.counter(dst_rank))
+            launch.signal(step, dst_rank)
+        yield step
+    if not by_chunk:
+        yield launch.signal_all()
 
 
 def gather_matmul(launch: KernelCall) -> Iterator[Step]:
@@ -234,8 +247,10 @@ def begin_push(launch: KernelCall) -> Iterator[Step]:
 
 def signal(launch: KernelCall) -> Iterator[Step]:
     first, count = launch.args["first"], launch.args["count"]
+    step = Step(reads=[launch.word(EPOCH)])
     for dst_rank in range(first, first + count):
-        yield launch.signal(Step(reads=[launch.word(EPOCH)]), dst_rank % launch.group_size)
+        launch.signal(step, dst_rank % launch.group_size)
+    yield step
 
 
 def wait_source(launch: KernelCall) -> Iterator[Step]:
@@ -257,12 +272,13 @@ def send_rows(launch: KernelCall) -> Iterator[Step]:
     yield Step(reads=[launch.word(EPOCH), *tensors])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
         step = Step(work=launch.store(Work(), dst_rank, num_rows * n * itemsize))
-        step.writes = [launch.part(dst_rank, launch.rank, num_rows * n, itemsize), launch.counter(dst_rank)]
+        step.writes = [launch.part(dst_rank, launch.rank, num_rows * n, itemsize)]
         slot = launch.part(dst_rank, 0, bytes_of_rows(capacity, n, itemsize), 1)
         for notes in range(1 + bool(launch.tensor("scores_ptr"))):
             start = slot.end - 8 * capacity + 4 * (notes * capacity + launch.rank * num_rows)
             step.writes.append(Region(slot.memory, start, 4 * num_rows))
-        yield launch.signal(step, dst_rank)
+        yield step
+    yield launch.signal_all()
 
 
 def take_rows(launch: KernelCall) -> Iterator[Step]:
@@ -284,11 +300,12 @@ def return_rows(launch: KernelCall) -> Iterator[Step]:
     )
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
         inputs = [t for each in (name, "w", "first_ptr", "filled_ptr", "returns_ptr") for t in launch.tensor(each)]
-        step = Step(reads=inputs, writes=[launch.counter(dst_rank)])
+        step = Step(reads=inputs)
         step.work = launch.store(Work(flops=flops), launch.rank if pulls else dst_rank, numel * itemsize)
         if not pulls:
             step.writes.append(launch.part(dst_rank, launch.rank, numel, itemsize))
-        yield launch.signal(step, dst_rank)
+        yield step
+    yield launch.signal_all()
 
 
 def add_rows(launch: KernelCall) -> Iterator[Step]:
