@@ -7,21 +7,22 @@ from pathlib import Path
 
 ALGORITHMS = ("unfused", "chunked", "fused", "pipelined")
 WITH_WORKSPACE = ("chunked", "fused")  # they wait by flags in symmetric memory
+_MOST_S, _MOST_BYTES = 1e9, float(1 << 62)  # that threads can wait, and int64 can count
 
 
 def timeout_s() -> float:
-    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 300)."""
-    return _positive("FUSEDCOMM_TIMEOUT_S", 300.0)
+    """``FUSEDCOMM_TIMEOUT_S``: the bound of every wait for a peer, in seconds (default 300, at most 1e9)."""
+    return min(_positive("FUSEDCOMM_TIMEOUT_S", 300.0), _MOST_S)
 
 
 def workspace_bytes() -> int:
     """``FUSEDCOMM_WORKSPACE_BYTES``: the most memory a group's workspace may hold on one device (default 1 GiB)."""
-    return int(_positive("FUSEDCOMM_WORKSPACE_BYTES", float(1 << 30)))
+    return int(min(_positive("FUSEDCOMM_WORKSPACE_BYTES", float(1 << 30)), _MOST_BYTES))
 
 
 def plan_bytes() -> int:
     """``FUSEDCOMM_PLAN_BYTES``: the most memory for the plans of a group's calls, on one device (default 256 MiB)."""
-    return int(_positive("FUSEDCOMM_PLAN_BYTES", float(256 << 20)))
+    return int(min(_positive("FUSEDCOMM_PLAN_BYTES", float(256 << 20)), _MOST_BYTES))
 
 
 def algorithm() -> str | None:

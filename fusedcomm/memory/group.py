@@ -1,6 +1,7 @@
 """Process groups: from users' arguments to the (size, name) of ops, and key spaces of their stores."""
 
 import ctypes
+import hashlib
 import os
 import reprlib
 from typing import Any, cast
@@ -78,7 +79,7 @@ def check_size(group_size: int, group_name: str) -> ProcessGroup:
 def store(pg: ProcessGroup, purpose: str) -> Store:
     """A key space of the group's store that no other group and no other purpose shares."""
     # groups made with local synchronisation can share a name and a store, but not the ranks
-    ranks = "_".join(map(str, dist.get_process_group_ranks(pg)))
+    ranks = hashlib.sha256(repr(dist.get_process_group_ranks(pg)).encode()).hexdigest()[:16]
     return dist.PrefixStore(f"fusedcomm/{ranks}/{purpose}", c10d._get_process_group_store(pg))
 
 

@@ -23,7 +23,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.kernels.native_part import native
-from fusedcomm.memory import flight_recorder, segment, signals
+from fusedcomm.memory import flight_recorder, gpu_rendezvous, segment, signals
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.canaries import GUARD_BYTES
 from fusedcomm.memory.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
@@ -63,6 +63,7 @@ class Member:
     workspace: Workspace | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
+    private_name: str | None = None  # of the group in the next rendezvous on GPUs; None: its own
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
     for_graphs: Workspace | None = None  # shared by later captures too
     loaded: LoadedCalls = field(default_factory=LoadedCalls)  # calls that have run fused: a capture loads no kernels
@@ -307,7 +308,7 @@ class Member:
         if self.device.type == "cuda" and (error := self._blocked(segment)):
             return None, f"cannot map its peers' memory: {error}"
         try:
-            return symm_mem._SymmetricMemory.rendezvous(segment, self.group_name), ""
+            return symm_mem._SymmetricMemory.rendezvous(segment, self.private_name or self.group_name), ""
         except torch.distributed.DistStoreError as late:
             message = f"{op} on group {self.group_name!r}, rank {self.rank}: {late}"
             named = re.search(r"\branks? ([\d, ]+) did not ", str(late))  # by kernels/cpu/rendezvous.h
@@ -325,8 +326,14 @@ class Member:
         """
         bound = env.timeout_s() / 2
         deadline = time.monotonic() + bound
-        rendezvous = torch.ops.symm_mem._rendezvous
-        result = on_thread(lambda: rendezvous(segment, self.group_name), "fusedcomm-rendezvous")
+        rendezvous, private_name = torch.ops.symm_mem._rendezvous, self.private_name
+
+        def meet() -> None:
+            with gpu_rendezvous.registered(private_name, self.store, self.rank, self.group_size):
+                rendezvous(segment, private_name or self.group_name)
+
+        gpu_rendezvous.counter.begun += 1
+        result = on_thread(meet, "fusedcomm-rendezvous")
         while not result.done():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -334,13 +341,17 @@ class Member:
             if self.departures is not None and any(map(self.departures.is_gone, range(self.group_size))):
                 return "the process of a peer is gone"
             futures.wait([result], min(left, LOOK_S))
+        gpu_rendezvous.counter.ended += result.exception() is None
         return str(result.exception() or "")
 
     def _agree(self, op: str, fingerprint: int, error: str, stage: str) -> str | None:
         """Check that all ranks are at this stage of this call. Return the first failed rank's error, or None."""
-        facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "error": error}
+        count = gpu_rendezvous.counter.fact()
+        facts = {"op": op, "fingerprint": fingerprint, "stage": stage, "rendezvous": count, "error": error}
         calls = agree(self.store, self.rank, self.group_size, facts, what=op, departures=self.departures)
         check_same_call(calls, self.rank, op, self.group_name)
+        if self.device.type == "cuda":
+            self.private_name = gpu_rendezvous.private_name([call["rendezvous"] for call in calls])
         return next((f"rank {rank} {call['error']}" for rank, call in enumerate(calls) if call["error"]), None)
 
     def _free(self) -> None:

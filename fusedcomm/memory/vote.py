@@ -3,7 +3,7 @@ ranks.
 
 It needs no working communication between the ranks, only the store, so it can vote on abilities and rebuild after
 failures. Posts of an attempt that failed, or of an earlier group with the same name, never count: an agreement is
-reached when every rank has posted that it sees exactly the same attempts of all ranks.
+reached when every rank has posted that it sees exactly the same attempts of all ranks: their digest.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from fusedcomm.memory.patience import Patience, on_thread
 
 STORE_GRACE_S = 2.0  # how long the store may take to answer when the time is over
 MAX_PAUSE_S = 0.02
+LOOK_S = 0.01  # per rank, between two looks at who is missing: one asks the store for each key
 STORE_THREAD = "fusedcomm-store"
 
 T = TypeVar("T")
@@ -49,27 +50,28 @@ def agree(
     vote = _Vote(store, rank, names or range(group_size), what, timeout_s)
     group.refuse_forked(what, vote.name)
     attempt = uuid.uuid4().hex
-    seen: list[str | None] = []
+    seen: str | None = None
     pause = 0.0005
     while True:
-        latest = vote.read()
+        looks = vote.looks()
+        latest = vote.read(looks)
         latest[rank] = {"attempt": attempt, "seen": seen, "facts": facts}
         attempts = [post["attempt"] if post else None for post in latest]
-        if attempts != seen:
-            seen = attempts
+        digest = "" if None in attempts else hashlib.sha256("".join(map(str, attempts)).encode()).hexdigest()[:16]
+        if digest != seen:
+            seen = digest
             latest[rank] = mine = {"attempt": attempt, "seen": seen, "facts": facts}
             vote.post(mine)
         elif None not in attempts and all(post and post["seen"] == seen for post in latest):
             break
-        if pause == MAX_PAUSE_S or vote.is_over():
+        if looks:
             absent = [r for r, post in enumerate(latest) if not post]
-            stale = [r for r, post in enumerate(latest) if post and attempt not in post["seen"]]
             behind = [r for r, post in enumerate(latest) if post and post["seen"] != seen]
-            if missing := absent or stale or behind:  # otherwise all have seen the same, just now
+            if missing := absent or behind:  # otherwise all have seen the same, just now
                 vote.still_waits(missing, vote.departed(missing, departures))
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE_S)
-    vote.leave_together(hashlib.sha256("".join(map(str, seen)).encode()).hexdigest()[:16], departures)
+    vote.leave_together(seen, departures)
     agreed = [post["facts"] for post in latest if post]
     for peer, found in enumerate(agreed):
         if found.keys() != facts.keys():
@@ -92,6 +94,7 @@ class _Vote:
         self.timeout = env.timeout_s() if timeout_s is None else timeout_s
         self.patience = Patience()
         self.deadline = self.patience.began + self.timeout
+        self.next_look = self.patience.began + LOOK_S * len(names)
 
     def is_over(self) -> bool:
         return time.monotonic() > self.deadline
@@ -99,27 +102,45 @@ class _Vote:
     def post(self, post: dict[str, Any]) -> None:
         self._bounded(lambda: self.store.set(self.keys[self.rank], json.dumps(post)))
 
-    def read(self) -> list[dict[str, Any] | None]:
-        """The latest post of every rank, or None. This never waits for a post, and a post is never removed."""
-        found = self._bounded(lambda: [self.store.get(key) if self.store.check([key]) else None for key in self.keys])
-        return [None if post is None else self._parsed(rank, post) for rank, post in enumerate(found)]
+    def looks(self) -> bool:
+        """Whether it is time to look who is missing."""
+        now = time.monotonic()
+        if now < min(self.next_look, self.deadline):
+            return False
+        self.next_look = now + LOOK_S * len(self.keys)
+        return True
+
+    def read(self, looks: bool) -> list[dict[str, Any] | None]:
+        """The latest post of every rank, or None, by `values`. This never waits, and a post is never removed."""
+        found = enumerate(self.values(self.keys, looks))
+        return [None if post is None else self._parsed(rank, post) for rank, post in found]
+
+    def values(self, keys: list[str], looks: bool) -> Sequence[bytes | None]:
+        """Values by key, or None. While any key is missing all are None, unless the rank ``looks``."""
+
+        def find() -> Sequence[bytes | None]:
+            if self.store.check(keys):
+                return self.store.multi_get(keys)
+            return [self.store.get(key) if looks and self.store.check([key]) else None for key in keys]
+
+        return self._bounded(find)
 
     def leave_together(self, token: str, departures: Departures | None) -> None:
         """Return when all ranks have agreed. One that returns may post again, and nobody may need its old post then."""
         done = [f"done/{r}" for r in range(len(self.keys))]  # overwritten in the next vote, when all have left this one
         left = json.dumps(token)
         self._bounded(lambda: self.store.set(done[self.rank], left))
-
-        def has_left(r: int) -> bool:
-            return self.store.check([done[r]]) and self.store.get(done[r]).decode() == left
-
-        missing = list(range(len(done)))
-        departed: dict[int, str] = {}
+        missing, departed = list(range(len(done))), dict[int, str]()
         pause = 0.0005
-        while missing := self._bounded(lambda: [r for r in missing if not has_left(r)]):
+        while True:
             # A rank may end as soon as it is done, so who was seen to have departed is looked at once more.
-            self.still_waits(missing, {r: departed[r] for r in missing if r in departed})
-            if pause == MAX_PAUSE_S:
+            looks = self.looks() or bool(departed)
+            found = zip(missing, self.values([done[r] for r in missing], looks), strict=True)
+            missing = [r for r, value in found if value != left.encode()]
+            if not missing:
+                return
+            if looks:
+                self.still_waits(missing, {r: departed[r] for r in missing if r in departed})
                 departed = self.departed(missing, departures)
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_S)
@@ -151,7 +172,7 @@ class _Vote:
             types = {name: type(value) for name, value in post.items()}
         except (ValueError, AttributeError, RecursionError):
             raise self.not_ours(rank, found) from None
-        if types != {"attempt": str, "seen": list, "facts": dict}:
+        if types != {"attempt": str, "seen": str, "facts": dict}:
             raise self.not_ours(rank, found)
         return post
 

@@ -2,10 +2,13 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore
 
+from fusedcomm.launch.ranks import run_ranks
 from fusedcomm.memory import consent
 from fusedcomm.memory.consent import ABSENT, OTHER, YES, Consent
 
@@ -92,3 +95,23 @@ def test_a_rank_that_comes_late_takes_the_answer_that_stands(monkeypatch: pytest
     ranks = group(2)
     assert [rank.ask("a").kind == YES for rank in ranks] == [False, False]
     assert answers(ranks, [["b"], ["b"]]) == [[YES], [YES]]
+
+
+# A later group with the name and the store of an earlier one
+def ask_in_each_life(rank: int, digests: list[str]) -> list[str]:
+    """The answers in WORLD, made again on its store after each."""
+    found, store = [], dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    for digest in digests[rank]:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        world: Any = dist.group.WORLD
+        ours: Any = consent.of(world)
+        found.append(f"{world.group_name} {ours.ask(digest).kind}")
+        dist.barrier()
+    return found
+
+
+def test_an_earlier_group_of_the_same_name_has_no_answer() -> None:
+    assert run_ranks(ask_in_each_life, 2, ["aa", "ac"]) == [["0 yes", "0 other"]] * 2

@@ -158,9 +158,10 @@ def test_a_peer_that_never_calls(rank: int, algorithm: str, warm: bool) -> None:
             with at_once(group), pytest.raises(fusedcomm.PeerError, match=r"fusedcomm\.reset"):
                 call(group, HEADS)  # what is known already
         dist.barrier(group)
-        fusedcomm.reset(group)
-        for seed in range(3):
-            check(group, HEADS, call(group, HEADS, seed), seed)
+        with at_once(group):
+            fusedcomm.reset(group)
+            for seed in range(3):
+                check(group, HEADS, call(group, HEADS, seed), seed)
 
 
 @on_ranks(2)

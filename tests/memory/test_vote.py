@@ -66,6 +66,19 @@ def test_everybody_learns_every_fact_again_and_again() -> None:
     assert answers == [[[{"fact": 10 * i + r} for r in range(size)] for i in range(10)]] * size
 
 
+def test_calls_of_the_store_and_bytes_of_a_post_do_not_grow_with_the_ranks() -> None:
+    sizes = set()
+    for size in (2, 16):
+        store = CutStore(1_000_000)
+        with timeout(60):
+            in_threads([voter(store, rank, size, 0) for rank in range(size)])
+        sizes.add(len(store.get("post/0")))
+        before = store.calls_left
+        assert all(vote_module._Vote(store, 0, range(size), "test vote").read(looks=False))
+        assert before - store.calls_left == 2
+    assert len(sizes) == 1
+
+
 def test_a_missing_rank_is_named_and_the_next_attempt_succeeds() -> None:
     store = HashStore()
     answers = in_threads([voter(store, rank, 3, 0) for rank in (0, 2)])
@@ -95,13 +108,13 @@ def test_old_posts_do_not_count() -> None:
 
 # Posts of others
 MIB = 1 << 20
-VALID = {"attempt": "a", "seen": ["?", "a"], "facts": {}}
+VALID = {"attempt": "a", "seen": "?", "facts": {}}
 NEVER_AGREES = "huge, and never agrees"
 HOSTILE: dict[str, str | bytes] = {
     "bytes": bytes(range(256)),
     "a huge string": '"' + "a" * (8 * MIB) + '"',
     "deep": "[" * MIB,
-    "no attempt": json.dumps({"seen": [], "facts": {}}),
+    "no attempt": json.dumps({"seen": "", "facts": {}}),
     "seen of another type": json.dumps(VALID | {"seen": 7}),
     "one thing more": json.dumps(VALID | {"more": 1}),
     NEVER_AGREES: json.dumps(VALID | {"facts": {"fact": "a" * (8 * MIB)}}),

@@ -187,6 +187,11 @@ def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FUSEDCOMM_TIMEOUT_S", value)
         with pytest.raises(ValueError, match=f"FUSEDCOMM_TIMEOUT_S must be a positive number, got '{value}'"):
             env.timeout_s()
+    for value in ("inf", "1e30"):
+        for name in ("TIMEOUT_S", "WORKSPACE_BYTES", "PLAN_BYTES"):
+            monkeypatch.setenv(f"FUSEDCOMM_{name}", value)
+        assert env.timeout_s() == 1e9 < threading.TIMEOUT_MAX
+        assert env.workspace_bytes() == env.plan_bytes() == 1 << 62
 
 
 # words in shared memory

@@ -42,9 +42,9 @@ MIRRORED: Mirrors = {
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "33064cbcb501",
+            "5cfd8baa309f",
         ),
-        "fusedcomm/memory/vote.py": ("agree", "4dbc9ecded3c"),
-        "fusedcomm/memory/vote.py:_Vote": ("leave_together", "9cfa3c303baf"),
+        "fusedcomm/memory/vote.py": ("agree", "ac0098874c92"),
+        "fusedcomm/memory/vote.py:_Vote": ("leave_together", "a581cb9397b0"),
     },
 }

@@ -119,7 +119,7 @@ CONTROLS: dict[str, Control] = {
     ),
     "votes of others are refused": Control(
         "fusedcomm/memory/vote.py",
-        '        if types != {"attempt": str, "seen": list, "facts": dict}:',
+        '        if types != {"attempt": str, "seen": str, "facts": dict}:',
         "        if False:",
         "tests/memory/test_vote.py::test_a_hostile_post_is_an_error_in_bounded_time",
     ),
