@@ -22,7 +22,7 @@ class TokenDispatcher:
         num_experts: E.
         top_k: k.
         num_max_tokens_per_rank: max_tokens of `moe_dispatch`, or None.
-        capacity: as in `moe_dispatch`, or None.
+        capacity: as in `moe_dispatch`, or None, which may be R times what balanced routing needs.
         alignment: as in `moe_dispatch`, 1 by default.
     """
 

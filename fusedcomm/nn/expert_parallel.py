@@ -27,7 +27,8 @@ class ExpertParallel(nn.Module):
         hidden_dim: F.
         num_experts: E, a multiple of R.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        capacity: rows that each rank receives at most, as in `moe_dispatch`. None: enough for max_tokens.
+        capacity: rows that each rank receives at most, as in `moe_dispatch`. None: enough for max_tokens whatever the
+            routing, up to R times what balanced routing needs, in memory and in the experts' work.
         max_tokens: the most tokens of any rank; capacity=None needs it.
         shared_expert: a module; its result for x is added. On GPUs it runs on a stream of its own from the dispatch on,
             but in compiled code and CUDA graphs.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import fusedcomm.compile
 from fusedcomm.compile.graph import opaque
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, quotient
 from fusedcomm.compile.graph.rewrite import consecutive
+from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.reports import CompileReport
 from tests.helpers.block_checks import interpreted
 from tests.helpers.graphs import collectives_of, recorded_graphs, targets
 from tests.helpers.merge_world import MESHES, Calls, World, fake_world, traced
@@ -76,9 +79,6 @@ def reduce_averaged(x: Tensor, group_name: str, scale: float = 1.0) -> Tensor:
 
 
 def test_an_unknown_op_is_listed_until_it_is_registered(world: World) -> None:
-    from fusedcomm.compile.passes import FusedcommPass, Settings
-    from fusedcomm.compile.reports import CompileReport
-
     def program(x: Tensor, w: Tensor) -> Tensor:
         return torch.ops.somepackage.reduced(x @ w, world.name(0), scale=2.0) + Calls(world).ar(x @ w, 0)
 
@@ -98,6 +98,35 @@ def test_an_unknown_op_is_listed_until_it_is_registered(world: World) -> None:
     fusedcomm.compile.register_collective("somepackage::reduced", reduce_averaged)
     assert Settings().uuid() not in keys
     assert [line.status for line in report.collectives] == ["plain", "fused"]
+
+
+SOURCE = """
+def helper(x):
+    return x + {code}
+
+def program(x, group_name, *, keyword={keyword}):
+    return [helper(x) * keyword * scale * constants.scale for _ in range(1)]
+"""
+VALUES = {"code": 1, "keyword": 1, "scale": 1, "constant": 1}
+
+
+def key_of(values: dict[str, Any]) -> str:
+    constants = ModuleType("constants")
+    constants.__dict__["scale"] = values["constant"]
+    space: dict[str, Any] = {"__name__": "theirs", "scale": values["scale"], "constants": constants}
+    exec(SOURCE.format(**values), space)
+    fusedcomm.compile.register_collective("somepackage::reduced", space["program"])
+    return Settings().uuid()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_key_of_compiled_graphs_has_what_a_program_uses(world: World, name: str) -> None:
+    assert key_of(VALUES) == key_of(VALUES) != key_of(VALUES | {name: 2})
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), object(), [object()]], ids=["tensor", "object", "list"])
+def test_no_key_is_equal_where_nothing_tells_what_a_program_uses(world: World, value: Any) -> None:
+    assert key_of(VALUES | {"scale": value}) != key_of(VALUES | {"scale": value})
 
 
 def test_a_program_that_returns_something_else_is_not_put_in_place(world: World) -> None:

@@ -332,3 +332,30 @@ def test_a_bias_of_every_shape(rank: int, kind: str) -> None:
         assert torch.equal(gm(*args), program(*args)), name
         (line,) = report.collectives
         assert (line.status == "fused") == (same_in_rows or kind == "gather"), line  # else it adds behind the op
+
+
+WIDER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "bias": lambda x, w, wide: x @ w + wide[0],
+    "matmul": lambda x, w, wide: x @ w + x.float() @ wide,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", WIDER)
+def test_what_is_added_in_a_wider_dtype(rank: int, name: str) -> None:
+    """The op would add before it rounds."""
+    generator = torch.Generator().manual_seed(rank)
+    wide = torch.randn(COLUMNS_OF_X, N, generator=generator)
+    x, w = torch.randn(T, COLUMNS_OF_X, generator=generator).bfloat16(), wide.bfloat16()
+    args, report = (x, w, wide), CompileReport()
+
+    def program(*args: Tensor) -> Tensor:
+        return funcol.all_reduce(WIDER[name](*args), "sum", world())
+
+    gm = aten_graph(program, args)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fusedcomm")
+        FusedcommPass(Settings(), report)(gm.graph)
+    gm.recompile()
+    assert torch.equal(gm(*args), program(*args))
+    assert [line.status for line in report.collectives] == ["plain"], str(report)

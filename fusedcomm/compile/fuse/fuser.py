@@ -97,6 +97,7 @@ class Fuser:
                         found += [fused] if fused is not None else []
             if found:
                 sort(self.graph)
+                self.graph.lint()
         return found
 
     def plain(self, ops: Sequence[str], kept: Collection[str]) -> list[Fused]:
@@ -110,6 +111,8 @@ class Fuser:
                     if each.name not in kept
                 }
                 found += [Fused(kind, node, {name: 0.0}, (name,), ()) for name, node in nodes.items() if node]
+            if found:
+                self.graph.lint()
         return found
 
     def _cut_results(self, ops: Sequence[str]) -> None:

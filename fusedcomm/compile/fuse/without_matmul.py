@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
-from fusedcomm.compile.graph.layout import CannotFuse, size_of
+from fusedcomm.compile.graph.layout import CannotFuse
 from fusedcomm.compile.graph.matmuls import DTYPES
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import argument_of
@@ -15,6 +15,8 @@ from fusedcomm.compile.graph.views import WAIT, is_read, sizes_of, value
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.geometry.shapes import REDUCE_OPS
 from fusedcomm.plan.scaling import BYTES, VALUES
+
+aten = torch.ops.aten
 
 
 def rewrite(rewriter: Rewriter, start: Node) -> Node:
@@ -33,8 +35,10 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
         x = sent if value(sent).ndim else rewriter.reshape(sent, [1])
         x = rewriter.viewed(x, VALUES[0]) if dtype == torch.uint8 else x
         result = op = _call(rewriter, kind, start, x, reduce_op, others)
-        if kind == "all_to_all" or not value(start).ndim:
-            result = rewriter.reshape(op, sizes_of(value(start)))
+        if kind == "all_to_all":
+            result = rewriter.call(aten.squeeze.dim, op, 0)
+        elif not value(start).ndim:
+            result = rewriter.reshape(op, [])
         result = rewriter.viewed(result, dtype)
         if value(result).stride() != value(start).stride():
             result = rewriter.strided(result, value(start))
@@ -57,7 +61,7 @@ def _call(rewriter: Rewriter, kind: str, start: Node, x: Node, reduce_op: Any, o
         return rewriter.call(ops.reduce_scatter.default, x, reduce_op, 0, *EVEN.to_scatter, *others)
     if kind == "all_reduce":
         return rewriter.call(ops.all_reduce.default, x, reduce_op, *others)
-    rows = argument_of(start, "input_split_sizes")[0]
-    size = size_of(rows.meta["val"] if isinstance(rows, Node) else rows)
-    blocks = rewriter.reshape(x, [others[0], size, *sizes_of(value(x))[1:]])
+    rows, read = argument_of(start, "input_split_sizes")[0], aten.sym_size.int  # symbols are no reason to refuse
+    inner = [s if isinstance(s, int) else rewriter.call(read, x, d) for d, s in enumerate(sizes_of(value(x))[1:], 1)]
+    blocks = rewriter.call(aten.reshape.default, x, [others[0], rows, *inner])
     return rewriter.call(ops.all_to_all.default, blocks, 1, 0, *EVEN, *others)

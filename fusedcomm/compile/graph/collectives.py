@@ -8,7 +8,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hint, size_of
 from fusedcomm.compile.graph.split_cat import argument_of, index_of
 from fusedcomm.compile.graph.views import block, value
 from fusedcomm.memory import group
@@ -180,9 +180,16 @@ def _check_even_splits(start: Node, group_size: int) -> None:
     if None in (*received, *sent):
         raise CannotFuse("its splits are not known when the graph is compiled")
     for values in (received, sent):
-        even = len(set(values)) == 1 and len(values) == group_size and values[0] * group_size == size_of(rows)
+        even = len(set(values)) == 1 and len(values) == group_size and _is_block(values[0], rows, group_size)
         if not even or 0 in values:  # all 0: it may be that this rank alone has no part
             raise CannotFuse(f"its splits are not known to be even: it sends {sent} and receives {received} rows")
+
+
+def _is_block(size: Size, rows: int | torch.SymInt, group_size: int) -> bool:
+    """Whether size is rows / R. Of symbolic rows it may be rows // R: torch fails where R does not divide them."""
+    if not isinstance(rows, torch.SymInt) or size != size_of(rows // group_size):
+        return bool(size * group_size == size_of(rows))
+    return not rows.node.has_hint() or hint(rows) % group_size == 0
 
 
 def _sizes(node: Node, name: str) -> list[Any]:

@@ -182,6 +182,8 @@ def check_single_use(path: list[Node], user: Node) -> None:
 
 
 def _sum(node: Node, a: Product, b: Product) -> Product:
+    if not value(a.node).dtype == value(b.node).dtype == value(node).dtype:
+        raise CannotFuse("it is the sum of matmuls of different dtypes")
     if any(each.bias is not None or each.batched or each.scales for each in (a, b)):
         raise CannotFuse("it is the sum of matmuls with biases, batches or scales")
     if a.y.shape != b.y.shape or [f.size for f in a.layout.order] != [f.size for f in b.layout.order]:
@@ -196,7 +198,7 @@ def _with_bias(node: Node, operand: Node, bias: Node) -> Product | None:
     like, added = value(node), value(bias)
     if not _broadcasts(bias) or like.shape != value(operand).shape:
         return None
-    if (like.dtype, like.device) != (added.dtype, added.device):
+    if like.device != added.device or not like.dtype == added.dtype == value(operand).dtype:
         return None
     path = path_back(operand, through_casts=False)
     if path[0].target not in MATMULS | SCALED:

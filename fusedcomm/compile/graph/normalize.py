@@ -123,7 +123,9 @@ def _of_shard_dim_alltoall(node: Node) -> Exchange:
     x, gather_dim, scatter_dim, group_name = args_of(node)
     before = Layout.of(value(x).shape)
     group_size = collectives.size_of_group(group_name)
-    blocks, sources = before.leading(scatter_dim % len(before.dims), group_size), Factor(group_size)
+    size = value(x).shape[scatter_dim]
+    inner = size_of(size // group_size) if isinstance(size, torch.SymInt) else None  # R divides it, as DTensor pads
+    blocks, sources = before.leading(scatter_dim % len(before.dims), group_size, inner), Factor(group_size)
     after = before.without(blocks).insert(gather_dim % len(before.dims), sources)
     return Exchange(x, blocks, sources, before, after, node, node, group_name)
 

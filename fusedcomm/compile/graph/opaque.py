@@ -4,8 +4,10 @@
 on the graph of forward and backward before that is partitioned, and on each graph afterwards.
 """
 
-from collections.abc import Callable
-from types import CodeType, FunctionType
+import sys
+import uuid
+from collections.abc import Callable, Collection
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs
 
 _KNOWN = {"aten", "prims", "prim", "inductor", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d"}
 _KNOWN |= {"fusedcomm", "symm_mem", "fsdp"}
+_IN_KEY = {"torch", "fusedcomm"}  # the key of compiled graphs has their versions
+_BY_VALUE = (int, float, complex, str, bytes, NoneType, torch.dtype, torch.device)
 
 
 def _deepspeed_exchange(x: Tensor, group_name: str) -> Tensor:
@@ -47,15 +51,48 @@ def register(name: str, program: Callable[..., Any]) -> None:
 
 
 def registered() -> list[tuple[Any, ...]]:
-    """For the cache key of compiled graphs: each program's name, defaults, code, and closure values."""
-    return [
-        (name, f.__qualname__, f.__defaults__, _code(f.__code__), [cell.cell_contents for cell in f.__closure__ or ()])
-        for name, f in sorted(_programs.items())
-    ]
+    """For the cache key of compiled graphs: each program's name, code, and the values that it uses."""
+    return [(name, _fact(program, (), set())) for name, program in sorted(_programs.items())]
 
 
-def _code(code: CodeType) -> tuple[Any, ...]:
-    return (code.co_code, code.co_names, *(_code(c) if isinstance(c, CodeType) else c for c in code.co_consts))
+def _fact(value: Any, names: Collection[str], seen: set[Any]) -> Any:
+    """Stands for value in a key: equal in other processes if the value is, or else, where nothing tells, never.
+
+    ``names``: of the code that uses value, to be looked up in a module.
+    """
+    if isinstance(value, _BY_VALUE):
+        return repr(value)
+    if isinstance(value, (tuple, list, dict, set, frozenset)):
+        parts = [_fact(each, names, seen) for each in (value.items() if isinstance(value, dict) else value)]
+        return type(value).__name__, sorted(parts, key=repr) if isinstance(value, (set, frozenset)) else parts
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, value.co_varnames, _fact(value.co_consts, names, seen)
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(value)
+    is_module = isinstance(value, ModuleType)
+    if is_module or isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        name = value.__name__ if is_module else f"{value.__module__}.{value.__qualname__}"
+        use = value, frozenset(names)
+        if use in seen or name.partition(".")[0] in (_IN_KEY if is_module else _IN_KEY | sys.stdlib_module_names):
+            return name
+        seen.add(use)
+        if is_module:
+            return name, _fact(_among(vars(value), names), names, seen)
+        if isinstance(value, FunctionType):
+            names = _names(value.__code__)
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            own = value.__code__, value.__defaults__, value.__kwdefaults__, cells, _among(value.__globals__, names)
+            return name, _fact(own, names, seen)
+    return uuid.uuid4().hex
+
+
+def _among(space: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: space[name] for name in sorted(names) if name in space}
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def name_of(node: Node) -> str | None:

@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
+from torch.utils._sympy.functions import FloorDiv
 
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hint, product, size_of
 
 aten = torch.ops.aten
 STANDS_FOR = "fusedcomm_stands_for"  # in the metadata: the value of the node that this one has replaced
+_OPERATORS = {sympy.Add: operator.add, sympy.Mul: operator.mul, sympy.Pow: operator.pow, FloorDiv: operator.floordiv}
 _INHERITED = (
     "stack_trace",
     "nn_module_stack",
@@ -39,20 +42,23 @@ class Rewriter:
         self.created: list[Node] = []  # the nodes that the last `before` added
         self.erased: list[str] = []  # the names of the nodes erased since
         self._like: Node | None = None
-        self._symbols: dict[sympy.Expr, Node] | None = None
+        self._place: Node | None = None  # new nodes stand before it, or at the end
+        self._sizes: dict[sympy.Expr, Node] = {}
 
     @contextmanager
     def before(self, node: Node, like: Node) -> Iterator[None]:
         """New nodes stand before ``node``, with the origin of ``like`` in their metadata. All or none are added."""
         self.created, self.erased, self._like = [], [], like
+        outer, self._place = self._place, node
         try:
             with self.graph.inserting_before(node):
                 yield
         except Exception:
             for created in reversed(self.created):
                 self.graph.erase_node(created)
-            self._symbols = None
             raise
+        finally:
+            self._place = outer
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add a call; sizes may be symbolic."""
@@ -65,24 +71,25 @@ class Rewriter:
         return node
 
     def size(self, size: Size) -> int | Node:
-        """A node with the value ``size``."""
+        """A node with the value ``size``, before the place of new nodes. Raises CannotFuse."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
-        if self._symbols is None:
-            self._symbols = {}
-            for node in self.graph.nodes:
-                val = node.meta.get("val")
-                if isinstance(val, torch.SymInt) and isinstance(size_of(val), sympy.Symbol):
-                    self._symbols.setdefault(size_of(val), node)
-        if size not in self._symbols:
-            if not isinstance(size, (sympy.Mul, sympy.Add)):
-                raise CannotFuse(f"no node of the graph has the size {size}")
-            first, *others = size.args
-            node = self.size(first)
-            for other in others:
-                node = self.call(operator.mul if isinstance(size, sympy.Mul) else operator.add, node, self.size(other))
-            self._symbols[size] = node  # type: ignore[assignment]
-        return self._symbols[size]
+        known = self._sizes.get(size)
+        if known is not None and not known._erased and (self._place is None or known < self._place):
+            return known
+        op = _OPERATORS.get(size.func)
+        made = self._found(size) if op is None else reduce(partial(self.call, op), map(self.size, size.args))
+        self._sizes[size] = made  # type: ignore[assignment]
+        return made
+
+    def _found(self, size: Size) -> Node:
+        for node in self.graph.nodes:
+            if node is self._place:
+                break
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and size_of(val) == size:
+                return node
+        raise CannotFuse(f"no node of the graph has the size {size}")
 
     def reshape(self, node: Node, shape: Sequence[Size]) -> Node:
         if [size_of(s) for s in node.meta["val"].shape] == list(shape):
