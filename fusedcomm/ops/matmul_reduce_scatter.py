@@ -60,18 +60,7 @@ def matmul_reduce_scatter(
     the gathered gradient, its by-product, makes grad w and grad partial_bias. Grad bias is that of this rank's block
     alone.
 
-    Raises:
-        ValueError: an argument is not as described here; raised before anything is sent.
-        TypeError: likewise, where it is of another type, or a DTensor: pass its ``.to_local()``.
-        PeerTimeoutError: a peer did not come within ``FUSEDCOMM_TIMEOUT_S``. On CUDA the next call, or `synchronize`,
-            raises it.
-        PeerMismatchError: a peer called another op, or this one with other shapes, dtype or dims; on CUDA as above.
-        RuntimeError: the call cannot be made here: inside a torch.func transform, with forward-mode tangents, in a
-            process that was forked from a rank, or in the capture of a CUDA graph without a call in
-            `before_capture` before it.
-
-    A call that runs ``unfused`` or ``pipelined`` (see `explain`) exchanges by the process group's own collectives, and
-    raises their errors.
+    Errors are those of `matmul_all_to_all`.
 
     Example, on each of 2 ranks::
 
