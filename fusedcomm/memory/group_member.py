@@ -5,6 +5,7 @@ Everything that makes or frees memory here is explicit, collective and bounded; 
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -22,6 +23,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm import env
 from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.kernels import native_part
 from fusedcomm.kernels.native_part import native
 from fusedcomm.memory import flight_recorder, gpu_rendezvous, segment, signals
 from fusedcomm.memory.call_memory import CallMemory
@@ -37,6 +39,7 @@ from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import LOOK_S, Workspace
 from fusedcomm.plan.call_plan import Plan
 
+log = logging.getLogger("fusedcomm")
 _MIN_SLOT_BYTES = 1 << 20
 
 gpus: set[torch.device] = set()  # that have had workspaces, of groups that are gone too
@@ -235,6 +238,8 @@ class Member:
 
     def prepare_calls(self) -> None:
         """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
+        if native is None and self.device.type == "cuda":
+            log.warning("calls run in Python, hundreds of microseconds each: native part: %s", native_part.error)
         if native is None or self.topology.check:
             return
         if segment.NUM_SLOTS == native.NUM_SLOTS:

@@ -19,7 +19,9 @@ from torch.distributed import HashStore
 
 import fusedcomm
 from fusedcomm import env
-from fusedcomm.memory import members, patience, segment, topology, workspace
+from fusedcomm.memory import group_member, members, patience, segment, topology, workspace
+from fusedcomm.memory.group_member import Member
+from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import planner
@@ -180,6 +182,19 @@ def test_ranks_with_other_tf32_settings_plan_alike(rank: int) -> None:
             assert plans[0] == plans[1] != planner.plan(op, exchange, torch.float32, with_tf32)
     finally:
         matmul.fp32_precision = before
+
+
+def test_a_gpu_s_rank_says_that_it_has_no_native_part(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    able = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algorithm=None)
+    made = [Member(0, 2, "group", torch.device(kind), HashStore(), able) for kind in ("cuda", "cpu")]
+    monkeypatch.setattr(group_member, "native", None)
+    for each in made:
+        each.prepare_calls()
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "calls run in Python, hundreds of microseconds each"
+    ]
 
 
 def test_settings_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
