@@ -1,14 +1,13 @@
 """Ballots of ranks that come to the same program, to others, alone or late: all take one answer, and soon."""
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from fusedcomm.launch.ranks import run_ranks
 from fusedcomm.memory import consent
 from fusedcomm.memory.consent import ABSENT, OTHER, YES, Consent
 
@@ -97,21 +96,32 @@ def test_a_rank_that_comes_late_takes_the_answer_that_stands(monkeypatch: pytest
     assert answers(ranks, [["b"], ["b"]]) == [[YES], [YES]]
 
 
-# A later group with the name and the store of an earlier one
-def ask_in_each_life(rank: int, digests: list[str]) -> list[str]:
-    """The answers in WORLD, made again on its store after each."""
-    found, store = [], dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    for digest in digests[rank]:
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        world: Any = dist.group.WORLD
-        ours: Any = consent.of(world)
-        found.append(f"{world.group_name} {ours.ask(digest).kind}")
-        dist.barrier()
-    return found
+class Named:
+    """A process group, for `consent.of`."""
+
+    def __init__(self, name: str) -> None:
+        self.group_name = name
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
 
 
-def test_an_earlier_group_of_the_same_name_has_no_answer() -> None:
-    assert run_ranks(ask_in_each_life, 2, ["aa", "ac"]) == [["0 yes", "0 other"]] * 2
+def test_a_later_group_of_a_name_has_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the store of an earlier one."""
+    purposes: list[str] = []
+
+    def store(pg: Named, purpose: str) -> HashStore:
+        purposes.append(purpose)
+        return HashStore()
+
+    monkeypatch.setattr(consent, "_num_lives", Counter())
+    monkeypatch.setattr(consent.groups, "store", store)
+    monkeypatch.setattr(dist, "get_backend", lambda pg: "gloo")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda pg: [0, 1])
+    first, *_ = pgs = [Named(name) for name in "001"]
+    for pg in (*pgs, first):
+        consent.of(pg)  # type: ignore[arg-type]
+    assert purposes == ["consent/1", "consent/2", "consent/1"]
