@@ -139,7 +139,7 @@ def backward(ctx: Any, needs: PerTensor, *grads: Tensor | None) -> PerTensor:
     x, *ws = ctx.saved_tensors
     *grad_outs, grad_gathered = grads
     grad_x = _grad_x(ctx, grad_outs, ws, grad_gathered) if needs.x else None
-    if x is not None and not ctx.saved_gathered and any(g is not None for g in grad_outs):
+    if any(needs.ws) and not ctx.saved_gathered and any(g is not None for g in grad_outs):
         x = splits.all_gather(x, ctx.gather_dim, ctx.splits, *ctx.group)
     grad_ws = [
         gradients.of_w(x, g, w) if needed and g is not None else None

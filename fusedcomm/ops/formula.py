@@ -43,6 +43,23 @@ class Context:
         self.materializes = value
 
 
+def needs_now(ctx: Any) -> Sequence[bool]:
+    """`ctx.needs_input_grad` of the running backward, which may ask for some gradients alone, as in pipelining."""
+    needs: Sequence[bool] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needs
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # one for each tensor that needs its gradient
+    asked = [need and _is_executed(next(nodes)) for need in needs]
+    return asked if any(asked) else needs  # the engine runs no node for nothing: grad_fn was called by hand
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that autograd.grad asks for, or outside of a backward
+        return True
+
+
 @dataclass(frozen=True)
 class Formula:
     """The gradients of an op. Its arguments are flat, as autograd needs them: [x, *ws, *biases, *options]."""
@@ -78,8 +95,11 @@ class Formula:
         self.spec.save(ctx, self.spec.bind(self._nested(flat)), self._per_tensor(ctx.needs_input_grad), results)
 
     def backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return self._gradients(ctx, needs_now(ctx), grads)
+
+    def _gradients(self, ctx: Any, needs: Sequence[bool], grads: Tensors) -> tuple[Tensor | None, ...]:
         assert self.spec.backward is not None
-        found = self.spec.backward(ctx, self._per_tensor(ctx.needs_input_grad), *grads)
+        found = self.spec.backward(ctx, self._per_tensor(needs), *grads)
         return found.x, *found.ws, *found.biases, *(getattr(found, name, None) for name in self.spec.options)
 
     def describe(
@@ -96,11 +116,12 @@ class Formula:
         assert not any(isinstance(each, Tensor) for each in pytree.tree_leaves(vars(ctx)))
         return ctx, saved, ctx.materializes
 
-    def run(self, context: Context, saved: Tensors, grads: Tensors) -> list[Tensor | None]:
-        """The gradients of the tensors of a call."""
+    def run(self, context: Context, saved: Tensors, grads: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the tensors of a call. ``needs``: of each, whether it is asked for."""
         ctx = copy.copy(context)
         ctx.saved_tensors = tuple(saved)
-        found = self.backward(ctx, *grads)
+        asked = {i for i, each in zip(ctx.tensors, needs, strict=True) if each}
+        found = self._gradients(ctx, [need and i in asked for i, need in enumerate(ctx.needs_input_grad)], grads)
         return [found[i] for i in ctx.tensors]
 
     @cached_property

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fusedcomm.memory.group import resolve
 from fusedcomm.ops import splits
+from fusedcomm.ops.formula import needs_now
 from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.parallel.layouts import bias_of_part, shards
 from fusedcomm.parallel.plain_modules import why_not_parameters
@@ -119,18 +120,19 @@ class _Linear(torch.autograd.Function):
     @once_differentiable  # type: ignore[no-untyped-call, untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         values, scale, weight, factor_w = ctx.saved_tensors
+        needs_x, needs_weight = needs_now(ctx)[:2]
         move, casts = ctx.move, ctx.casts
         held = move.op == HELD  # all ranks have the whole gradient
         (factor,) = _factors([grad], [casts.grad], casts, None if held else move.group_name)
         whole = _cast(grad, factor, casts.grad, grad.dtype)
         grad_x = grad_weight = None
-        if weight is not None:
+        if needs_x:
             w = replace(_cast(weight, factor_w, casts.weight, grad.dtype), fast=casts.fast[1])
             grad_x, whole = _multiply(whole, w, move)
-        elif move.op == GATHER:
+        elif needs_weight and move.op == GATHER:
             gathered = splits.all_gather(whole.values, move.dim, _parts(move), move.group_size, move.group_name)
             whole = Scaled(gathered, whole.scale, whole.dtype)
-        if values is not None:
+        if needs_weight:
             rows = Scaled(whole.values.flatten(0, -2).mT, whole.scale, grad.dtype)
             w = Scaled(values.flatten(0, -2), scale, grad.dtype, fast=casts.fast[2])
             grad_weight = scaled_product(rows, w, None)

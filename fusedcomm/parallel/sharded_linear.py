@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
+from fusedcomm.ops.formula import needs_now
 from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -255,7 +256,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        needs_x, needs_weight, needs_bias = needs_now(ctx)[3:]
         grad_x = None
         if ctx.group[1] is None:
             grad_x = product(grad, weight, ctx.next_functions[0][0]) if needs_x else None

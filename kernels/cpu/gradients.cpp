@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -135,7 +136,8 @@ Backward::Gradients Backward::all_gather_matmul(const CallFacts& call, const Ten
   if (call.x.needs_grad && grads[num_ws].defined() && call.has_by_product) {
     found.x = sum_of(found.x, reduce_scatter(grads[num_ws], dim, call));
   }
-  if (x.defined() && !call.has_by_product && !used_grads.empty()) x = all_gather(x, dim, call);
+  const bool needs_w = std::any_of(call.ws.begin(), call.ws.end(), [](const Argument& w) { return w.needs_grad; });
+  if (needs_w && !call.has_by_product && !used_grads.empty()) x = all_gather(x, dim, call);
   for (size_t i = 0; i < num_ws; ++i) {
     if (!grads[i].defined()) continue;
     if (call.ws[i].needs_grad) found.ws[i] = of_w(x, grads[i], call.ws[i]);
@@ -224,8 +226,17 @@ std::optional<Backward> Backward::of(const c10::FunctionSchema& schema, at::Arra
   return made;
 }
 
-Tensors Backward::operator()(const Tensors& saved, const Tensors& grads) const {
-  Gradients found = formula_(call_, saved, grads);
+Tensors Backward::operator()(const Tensors& saved, const Tensors& grads, const std::vector<bool>& needs) const {
+  CallFacts call = call_;
+  size_t num_given = 0;
+  const auto ask = [&](Argument& each) {
+    if (each.is_given) each.needs_grad = needs[num_given++] && each.needs_grad;
+  };
+  ask(call.x);
+  for (Argument& w : call.ws) ask(w);
+  for (Argument& bias : call.biases) ask(bias);
+  ask(call.partial_bias);
+  Gradients found = formula_(call, saved, grads);
   found.ws.resize(call_.ws.size());
   found.biases.resize(call_.biases.size());
   Tensors given{found.x};

@@ -42,8 +42,8 @@ class Backward {
   // `arguments`: of a call of the op. None where their parts differ in size.
   static std::optional<Backward> of(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
 
-  // The gradients of the call's tensors, in the order of its arguments.
-  Tensors operator()(const Tensors& saved, const Tensors& grads) const;
+  // The gradients of the call's tensors, in the order of its arguments. `needs`: of each, whether it is asked for.
+  Tensors operator()(const Tensors& saved, const Tensors& grads, const std::vector<bool>& needs) const;
 
  private:
   struct Gradients {

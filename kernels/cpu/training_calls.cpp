@@ -97,8 +97,8 @@ std::shared_ptr<TrainingKind> describe(const TrainingCall& call, const std::vect
     for (const auto& t : tensors) needs_grad.append(t.requires_grad());
     const auto kind = call.formula->get().attr("describe")(args, to_python(results), needs_grad);
     auto [context, saved, materializes] = kind.cast<std::tuple<py::object, std::vector<int64_t>, bool>>();
-    return std::make_shared<TrainingKind>(call.formula, std::move(context), std::move(saved), materializes,
-                                          Backward::of(call.op.schema(), arguments));
+    return std::make_shared<TrainingKind>(call.formula, std::move(context), std::move(saved), tensors.size(),
+                                          materializes, Backward::of(call.op.schema(), arguments));
   });
 }
 
@@ -131,22 +131,28 @@ struct TrainingNode : torch::autograd::Function<TrainingNode> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto kind = kinds()[ctx->saved_data["kind"].toInt()];
-    variable_list found = kind->backward(ctx->get_saved_variables(), grads);
+    std::vector<bool> needs;  // of the running backward, which may ask for some gradients alone
+    for (size_t i = 0; i < kind->num_tensors; ++i) needs.push_back(ctx->needs_input_grad(i));
+    variable_list found = kind->backward(ctx->get_saved_variables(), grads, needs);
     found.insert(found.begin(), at::Tensor());  // for the TrainingCall, which is an argument of forward
     return found;
   }
 };
 
-Tensors TrainingKind::backward(const Tensors& saved, const Tensors& grads) const {
+Tensors TrainingKind::backward(const Tensors& saved, const Tensors& grads, const std::vector<bool>& needs) const {
   const auto plain = [](const at::Tensor& t) { return !t.defined() || is_plain(t); };
   const bool all_plain = std::all_of(saved.begin(), saved.end(), plain) && std::all_of(grads.begin(), grads.end(), plain);
-  if (!backward_ || at::GradMode::is_enabled() || !no_mode_is_on() || !all_plain) return in_python(saved, grads);
-  return (*backward_)(saved, grads);
+  if (!backward_ || at::GradMode::is_enabled() || !no_mode_is_on() || !all_plain) {
+    return in_python(saved, grads, needs);
+  }
+  return (*backward_)(saved, grads, needs);
 }
 
-Tensors TrainingKind::in_python(const Tensors& saved, const Tensors& grads) const {
+Tensors TrainingKind::in_python(const Tensors& saved, const Tensors& grads, const std::vector<bool>& needs) const {
   return with_gil([&] {
-    return from_python(formula_->get().attr("run")(context_.get(), to_python(saved), to_python(grads)));
+    py::list asked;
+    for (const bool each : needs) asked.append(each);
+    return from_python(formula_->get().attr("run")(context_.get(), to_python(saved), to_python(grads), asked));
   });
 }
 

@@ -20,18 +20,19 @@ class TrainingKind {
  public:
   // `formula`: fusedcomm.ops.formula.Formula of the op. `context`: what its backward reads beside tensors.
   TrainingKind(std::shared_ptr<PythonObject> formula, pybind11::object context, std::vector<int64_t> saved,
-               bool materializes, std::optional<Backward> backward)
-      : saved(std::move(saved)), materializes(materializes), formula_(std::move(formula)), context_(std::move(context)),
-        backward_(std::move(backward)) {}
+               size_t num_tensors, bool materializes, std::optional<Backward> backward)
+      : saved(std::move(saved)), num_tensors(num_tensors), materializes(materializes), formula_(std::move(formula)),
+        context_(std::move(context)), backward_(std::move(backward)) {}
 
   const std::vector<int64_t> saved;  // indices of what is saved in the tensors of a call, its results behind them; or -1
+  const size_t num_tensors;          // of a call
   const bool materializes;           // whether the backward gets zeros for a gradient that is none
 
-  // The gradients of the tensors of a call, undefined where there is none.
-  Tensors backward(const Tensors& saved, const Tensors& grads) const;
+  // The gradients of the tensors of a call, undefined where there is none. `needs`: of each, whether it is asked for.
+  Tensors backward(const Tensors& saved, const Tensors& grads, const std::vector<bool>& needs) const;
 
  private:
-  Tensors in_python(const Tensors& saved, const Tensors& grads) const;
+  Tensors in_python(const Tensors& saved, const Tensors& grads, const std::vector<bool>& needs) const;
 
   std::shared_ptr<PythonObject> formula_;
   PythonObject context_;

@@ -2,9 +2,11 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ LIST = NAMED["all_gather_matmul-list-qkv"]
 KINDS = [*ONE_EACH.values(), LIST]
 PARTIAL = [NAMED["matmul_reduce_scatter-partial-bias"], NAMED["matmul_all_reduce-partial-bias"]]
 STEPS = 5
+MULTIPLY_OR_SUM = ("aten::mm", "aten::bmm", "aten::sum")
 NATIVE_NODE = "torch::autograd::CppNode<fusedcomm::TrainingNode>"
 
 
@@ -368,3 +371,46 @@ def check_values_after(rank: int, problem: Problem, group: Any) -> None:
     torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, 2)])
     wants = expected_gradients(problem, rank, 2)
     assert all(t is want is None or torch.equal(t.grad, want) for t, want in zip(step.tensors, wants, strict=True))
+
+
+def frozen_but(kinds: str) -> str:
+    return "".join(set("xwb") - set(kinds))
+
+
+def ops_of(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
+    """Returns (result, the ops that ran, natively too)."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        result = call()
+    names = [event.name for event in profiled.events()]
+    return result, Counter(name for name in names if name.startswith("fusedcomm::") or name in MULTIPLY_OR_SUM)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_python", [False, True], ids=["native", "python"])
+@pytest.mark.parametrize("problem", [*KINDS, *PARTIAL], ids=str)
+def test_a_backward_for_some_gradients_computes_no_others(rank: int, problem: Problem, in_python: bool) -> None:
+    """It runs the ops of a call in which the other tensors are frozen."""
+    options = {"all_to_all_matmul": {"save_exchanged": False}, "all_gather_matmul": {"save_gathered": False}}
+    save = options.get(problem.op, {})
+    with pytest.MonkeyPatch.context() as patch:
+        if in_python:
+            without_plans(patch)
+        with started_group("chunked") as group, formula_runs() as runs:
+            step = Step(problem, group, 0)
+            outs = step.call(**save)
+            assert (outs[0].grad_fn.name() == NATIVE_NODE) != in_python
+            wholes, all_ops = ops_of(lambda: step.grads(outs, retain_graph=True))
+            by_leaf = dict(zip(map(id, step.leaves), wholes, strict=True))
+            for asked in ("x", "w", "wb") if problem.partial else ("x", "w", "b", "wb"):  # or rank 1 asks for nothing
+                frozen = Step(problem, group, 0, frozen_but(asked))
+                pairs = zip(step.tensors, frozen.tensors, strict=True)
+                leaves = [t for t, alone in pairs if alone is not None and alone.requires_grad]
+                weights, frozen_outs = step.weights(outs), frozen.call(**save)
+                _, wanted_ops = ops_of(partial(frozen.grads, frozen_outs))
+                grads, ops = ops_of(partial(torch.autograd.grad, outs, leaves, weights, retain_graph=True))
+                assert ops == wanted_ops and not all_ops <= ops
+                torch.autograd.backward(outs, weights, retain_graph=True, inputs=leaves)
+                for leaf, grad in zip(leaves, grads, strict=True):
+                    assert torch.equal(grad, by_leaf[id(leaf)]) and torch.equal(leaf.grad, grad)
+                    leaf.grad = None
+            assert all(t.grad is None for t in step.leaves) and runs == []
