@@ -20,6 +20,7 @@ from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.members import member
 from fusedcomm.ops import routed_proof
 from fusedcomm.ops.call_check import same_collective
+from fusedcomm.ops.formula import needs_now
 from fusedcomm.ops.library import lib, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
@@ -304,7 +305,7 @@ def _save_send(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grad_send(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
     (x, scores, packed), (k, where) = ctx.saved_tensors, ctx.facts
-    needs_scores = ctx.needs_input_grad[1]
+    needs_scores = needs_now(ctx)[1]
     grad_x, received = _ops.moe_combine(grad_rows, None, scores, packed, x.shape[0], k, needs_scores, *where)
     return grad_x, _of_scores(received, x, scores) if needs_scores else None, *[None] * 5
 
@@ -319,7 +320,7 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None) -> tuple[Tensor | None, ...]:
     (h, w, scores, packed, received), (capacity, k, has_received, where) = ctx.saved_tensors, ctx.facts
-    needs_h, needs_w, needs_scores = ctx.needs_input_grad[:3]
+    needs_h, needs_w, needs_scores = needs_now(ctx)[:3]
     grad_h = grad_w = grad_scores = None
     if grad_y is not None and needs_scores:
         if received is None:
@@ -334,7 +335,7 @@ def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None)
         if w is not None and grad_h is not None:
             offsets = ends_of(packed, where[0])
             grad_w = _ops.moe_grouped_outer(h, grad_h, offsets) if needs_w else None
-            grad_h = _ops.moe_grouped_matmul(grad_h, w.mT, offsets)
+            grad_h = _ops.moe_grouped_matmul(grad_h, w.mT, offsets) if needs_h else None
     return grad_h, grad_w, grad_scores, *[None] * 6
 
 
@@ -349,7 +350,7 @@ def _save_grouped(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 def _grad_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     h, w, offsets = ctx.saved_tensors
-    needs_h, needs_w, _ = ctx.needs_input_grad
+    needs_h, needs_w, _ = needs_now(ctx)
     grad_h = _ops.moe_grouped_matmul(grad, w.mT, offsets) if needs_h else None
     return grad_h, _ops.moe_grouped_outer(h, grad, offsets) if needs_w else None, None
 

@@ -1,5 +1,7 @@
 """Backwards for some gradients alone, as of pipelines that run those of the input and of the weights apart."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from fusedcomm.nn import ExpertParallel
 from fusedcomm.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared_attention import GATHER, REDUCE, SCATTER, D
@@ -68,3 +71,21 @@ def test_weights_alone(rank: int, layout: str) -> None:
     with Dispatched() as spy:
         torch.autograd.grad(y.sum(), [module[0].weight, module[2].weight])
     assert counts(spy) == (([], 3) if layout == "replicated" else ([GATHER], 2))
+
+
+@on_ranks(2)
+def test_experts(rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    layer = ExpertParallel(D, 2 * D, 4, max_tokens=6)
+    x = torch.randn(6, D, generator=generator, requires_grad=True)
+    y = layer(x, torch.randint(4, (6, 2), generator=generator), torch.rand(6, 2, generator=generator)).sum()
+    weights = [layer.w1, layer.w2, layer.w3]
+    wants = torch.autograd.grad(y, [x, *weights], retain_graph=True)
+    with Dispatched() as of_input:
+        (grad_x,) = torch.autograd.grad(y, [x], retain_graph=True)
+    with Dispatched() as of_weights:
+        found = torch.autograd.grad(y, weights)
+    torch.testing.assert_close((grad_x, *found), wants)
+    names, sends = Counter(of_input.names("fusedcomm")), Counter(of_weights.names("fusedcomm"))
+    assert names == {"moe_send": 1, "moe_grouped_matmul": 3, "moe_combine": 1}
+    assert sends == {"moe_send": 1, "moe_grouped_matmul": 1, "moe_grouped_outer": 3}
