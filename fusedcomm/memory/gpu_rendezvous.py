@@ -1,7 +1,7 @@
 """torch's rendezvous on GPUs, also among ranks that have made different numbers of them.
 
 torch's exchanges have keys in the group's store by a count of the process, not of the group (pytorch issue 196082,
-mended by PR 196350): after an op on ranks [0, 1], those of [0, 1, 2] would wait for each other in vain. Where ranks'
+mended in torch 2.15): after an op on ranks [0, 1], those of [0, 1, 2] would wait for each other in vain. Where ranks'
 counts differ, or a rendezvous has failed, they meet in a group of another name, in whose store the count begins at 0.
 That group has never run on a GPU. Rendezvous that are not fusedcomm's own are not counted.
 """
