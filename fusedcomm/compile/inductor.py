@@ -48,6 +48,7 @@ def add(custom_pass: Any, setting: str) -> None:
     setattr(config, setting, now)
     if _inductor.compile_fx is not _with_passes:
         _compile_fx, _inductor.compile_fx = _inductor.compile_fx, _with_passes
+    if _cache._save_graph is not _save_unless_left_out:
         _save_graph, _cache._save_graph = _cache._save_graph, staticmethod(_save_unless_left_out)
 
 
@@ -56,6 +57,7 @@ def remove(custom_pass: Any) -> None:
     _, setting, now, before = _replaced.pop(id(custom_pass))
     if not _replaced and _inductor.compile_fx is _with_passes:
         _inductor.compile_fx = _compile_fx
+    if not _replaced and _cache._save_graph is _save_unless_left_out:
         _cache._save_graph = staticmethod(_save_graph)
     current = getattr(config, setting)
     if current is now:
@@ -77,15 +79,16 @@ def reorders_collectives() -> bool:
 
 
 def leave_out_of_caches(whether: bool) -> None:
-    """Say of the graph that this thread compiles whether caches may not have it."""
+    """Say of the graph that this thread compiles whether caches may not have it.
+
+    AOTAutograd's cache keeps the key of Inductor's, which it then misses; unless it keeps whole graphs, by a setting.
+    """
     _compiling.left_out = whether
 
 
-def _save_unless_left_out(key: str, compiled_graph: Any, *args: Any) -> None:
-    if getattr(_compiling, "left_out", False):
-        compiled_graph._fx_graph_cache_key = None  # without it AOTAutograd's cache leaves it out too
-    else:
-        _save_graph(key, compiled_graph, *args)
+def _save_unless_left_out(*args: Any) -> None:
+    if not getattr(_compiling, "left_out", False):
+        _save_graph(*args)
 
 
 def _with_passes(model: Any, inputs: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:

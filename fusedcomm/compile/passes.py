@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from fusedcomm import files
 from fusedcomm.compile import inductor
 from fusedcomm.compile.commute import digests
-from fusedcomm.compile.commute.commuter import CARRIES, commute, erase_copies, note_of
+from fusedcomm.compile.commute.commuter import CARRIES, REFUSED, commute, erase_copies, note_of
 from fusedcomm.compile.commute.digests import Check
 from fusedcomm.compile.commute.prepare import restore
 from fusedcomm.compile.fuse import wire
@@ -75,6 +75,7 @@ class FusedcommPass(_SettingsPass):
         self.report = report
 
     def __call__(self, graph: Graph) -> None:
+        inductor.leave_out_of_caches(any(node.meta.get(REFUSED) for node in graph.nodes))
         if any(collectives.kind_of(node) or opaque.name_of(node) for node in graph.nodes):
             lines = _Run(graph, self.settings).lines()
             for line in lines:
@@ -145,7 +146,6 @@ class _Run:
         self._begin()
         why_not: list[str] = []
         digest = attempt("change", self._change, before, reasons=why_not)
-        inductor.leave_out_of_caches(False)
         if digest is None:
             before.pass_by()
         else:

@@ -24,7 +24,6 @@ YES, OTHER, ABSENT, ALONE = "yes", "other", "absent", "alone"
 _PATIENCE, _SHORT = 1 / 5, 1 / 50  # of FUSEDCOMM_TIMEOUT_S; short: while programs differ
 _MAX_PAUSE_S = 0.05
 _consents: weakref.WeakKeyDictionary[ProcessGroup, Consent] = weakref.WeakKeyDictionary()
-_lives: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _num_lives: Counter[tuple[object, ...]] = Counter()  # by a group's name and ranks
 _lock = threading.Lock()
 Program = str | None  # a name for what a rank compiles, equal if it does so again; None: unknown
@@ -58,15 +57,13 @@ def of(pg: ProcessGroup) -> Consent | None:
 
 
 def _life(pg: ProcessGroup) -> int:
-    """A number among the groups of this name and these ranks: a later one can have the store of an earlier one.
+    """The next number of the groups of this name and these ranks: a later one can have the store of an earlier one.
 
     Ranks that have seen fewer of them get no answer.
     """
-    if pg not in _lives:
-        key = pg.group_name, *dist.get_process_group_ranks(pg)
-        _num_lives[key] += 1
-        _lives[pg] = _num_lives[key]
-    return _lives[pg]
+    key = pg.group_name, *dist.get_process_group_ranks(pg)
+    _num_lives[key] += 1
+    return _num_lives[key]
 
 
 class Consent:

@@ -133,6 +133,8 @@ struct TrainingNode : torch::autograd::Function<TrainingNode> {
     const auto kind = kinds()[ctx->saved_data["kind"].toInt()];
     std::vector<bool> needs;  // of the running backward, which may ask for some gradients alone
     for (size_t i = 0; i < kind->num_tensors; ++i) needs.push_back(ctx->needs_input_grad(i));
+    // The engine runs no node for nothing: it was called by hand, inside of another backward.
+    if (std::none_of(needs.begin(), needs.end(), [](bool each) { return each; })) needs.assign(needs.size(), true);
     variable_list found = kind->backward(ctx->get_saved_variables(), grads, needs);
     found.insert(found.begin(), at::Tensor());  // for the TrainingCall, which is an argument of forward
     return found;

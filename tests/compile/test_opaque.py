@@ -105,7 +105,7 @@ def helper(x):
     return x + {code}
 
 def program(x, group_name, *, keyword={keyword}):
-    return [helper(x) * keyword * scale * constants.scale for _ in range(1)]
+    return [helper(x[..., 0]) * keyword * scale * constants.scale for _ in range(1)]
 """
 VALUES = {"code": 1, "keyword": 1, "scale": 1, "constant": 1}
 

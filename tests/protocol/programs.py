@@ -56,7 +56,7 @@ RECEIVE_OTHERS = ("epoch", "wait 1", "read 1", "wait 0", "arrive", "count epoch"
 
 class ProgramModel:
     def __init__(self, rounds: tuple[str, ...], rules: ProgramRules) -> None:
-        """``rounds``: "push", "push at once", "gather", or "gather rows"."""
+        """``rounds``: "push", "gather" or "gather rows", or one of them "at once"."""
         self.rules, self.kernels = rules, [*_kernels(rounds, rules)]
 
     def initial(self) -> State:
@@ -144,7 +144,7 @@ def _kernels(rounds: tuple[str, ...], rules: ProgramRules) -> list[Kernel]:
         send, receive = len(kernels), len(kernels) + 1
         is_push = kind.startswith("push")
         kernels.append(Kernel(SEND_AT_ONCE if "at once" in kind else SEND, i + 1, before))
-        receives = RECEIVE_OTHERS if kind == "gather rows" else RECEIVE
+        receives = RECEIVE_OTHERS if kind.startswith("gather rows") else RECEIVE
         kernels.append(Kernel(receives, i + 1, (send,) if is_push else before))
         before = (send, receive) if rules.joins else (receive,)
     return kernels

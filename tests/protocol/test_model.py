@@ -304,7 +304,7 @@ def test_in_a_new_segment_late_writes_do_no_harm() -> None:
 # inside a rank on a device
 
 
-ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows", "push at once")]
+ROUNDS = [("push", "push", "push"), ("push", "gather"), ("gather", "push"), ("gather rows at once", "push at once")]
 
 
 @pytest.mark.parametrize(

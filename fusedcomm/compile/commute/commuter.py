@@ -33,6 +33,7 @@ from fusedcomm.memory.consent import YES
 from fusedcomm.plan.cost.model import DEFAULTS
 
 NOTE = "fusedcomm_moves"  # in the metadata of an exchange: the ops it moved over, or why it did not
+REFUSED = "fusedcomm_refused"  # in the metadata of a collective: peers have not agreed to moves in its graph
 ORIGIN = "fusedcomm_origin"  # in the metadata of a new collective: bits of the exchanges that need it
 CARRIES = "it carries"
 _MAX_ROUNDS = 8
@@ -56,6 +57,8 @@ def commute(graph: Graph, fuse: Sequence[str]) -> None:
             replace_nodes(graph, moved, {node.name for node in graph.nodes})
         else:
             why_not = [f"commute: {answer}"]
+            for node in filter(collectives.kind_of, graph.nodes):
+                node.meta[REFUSED] = True
     for start in collectives.find(graph, "all_to_all"):
         if start.name in reasons and (why_not or reasons[start.name]):
             start.meta[NOTE] = "; ".join(why_not) or f"commute: {reasons[start.name]}"

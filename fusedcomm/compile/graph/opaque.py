@@ -7,7 +7,7 @@ on the graph of forward and backward before that is partitioned, and on each gra
 import sys
 import uuid
 from collections.abc import Callable, Collection
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
+from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs
 _KNOWN = {"aten", "prims", "prim", "inductor", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d"}
 _KNOWN |= {"fusedcomm", "symm_mem", "fsdp"}
 _IN_KEY = {"torch", "fusedcomm"}  # the key of compiled graphs has their versions
-_BY_VALUE = (int, float, complex, str, bytes, NoneType, torch.dtype, torch.device)
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BY_VALUE = (int, float, complex, str, bytes, NoneType, EllipsisType, slice, *_OF_TORCH)
 
 
 def _deepspeed_exchange(x: Tensor, group_name: str) -> Tensor:
