@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm.memory import members, workspace
+from fusedcomm.memory.segment import ABANDONED, BROKEN_BY_PEER, ErrorRecord
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.schedule import Launch, Wait
@@ -76,10 +77,9 @@ def test_a_round_left_half_way_is_never_taken_for_the_next(rank: int, algorithm:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", thorough_but(["chunked"], ["chunked", "fused"]))
-def test_whoever_comes_later_blames_the_rank_that_left_its_call(rank: int, algorithm: str) -> None:
+def test_whoever_comes_later_blames_the_rank_that_left_its_call(rank: int) -> None:
     """Rank 2 has told rank 0 alone when rank 1 hears that rank 0 has given up."""
-    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm(algorithm, strict=True):
+    with fresh_group(TIMEOUT_S="60") as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, HEADS, call(group, HEADS))
         space = members.members(group)[0].workspace
         assert space is not None
@@ -95,6 +95,13 @@ def test_whoever_comes_later_blames_the_rank_that_left_its_call(rank: int, algor
                     call(group, HEADS)
                 assert caught.value.peers == [2]
         dist.barrier(group)
+
+
+def test_a_kernel_s_record_names_the_cause_that_it_had_not_seen() -> None:
+    record = ErrorRecord(3, torch.device("cpu"))
+    record.fill(BROKEN_BY_PEER, 4, 1, 7, [0, 0, 0], [0])
+    assert record.error("op", "group", 1.0, {0: BROKEN_BY_PEER}, {}).peers == [0]
+    assert record.error("op", "group", 1.0, {0: BROKEN_BY_PEER, 2: ABANDONED}, {}).peers == [2]
 
 
 @on_ranks(2)

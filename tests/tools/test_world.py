@@ -85,7 +85,7 @@ def test_ranks_without_a_gpu_each_do_not_run_on_cpus_instead(
 
 
 def test_ranks_of_srun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two machines with 4 GPUs each; without ranks each task would start a world."""
+    """Two machines with 4 GPUs each; without ranks each task would start a world."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert main(["selftest", "--device", "cpu"]) == 2

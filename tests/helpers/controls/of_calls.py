@@ -218,7 +218,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "            self._forward(src)",
         "            pass",
-        "tests/memory/test_faults.py::test_whoever_comes_later_blames_the_rank_that_left_its_call[chunked]",
+        "tests/memory/test_faults.py::test_whoever_comes_later_blames_the_rank_that_left_its_call",
     ),
     "a look at the broken words where all signals are there": Control(
         WORKSPACE,
