@@ -99,8 +99,9 @@ class SharedGather:
     def __init__(self, x: DTensor, gather_dim: int | None, layers: Layers, index: int) -> None:
         self.mesh, self.gather_dim, self.layers, self.taken = x.device_mesh, gather_dim, layers, set[SharingLinear]()
         self.results: dict[SharingLinear, _Result] = {}
+        self.apart = {each: _why_apart(each, x, index) for each in layers}
         made: Mapping[SharingLinear, Tensor] = {}
-        expected = [each for each in layers if _is_expected(each, x, index)]
+        expected = [each for each in layers if self.apart[each] is None]
         with torch.no_grad():
             if gather_dim is None:
                 whole = x.to_local()
@@ -138,23 +139,34 @@ class _Result(NamedTuple):
 
 def taken_from(x: DTensor, linear: SharingLinear) -> tuple[Tensor | None, str]:
     """Returns (result of ``linear`` for x if an op made it ahead, note of the op that ran)."""
+    why = "as each rank has the whole of x"
     for each in [shared for call in reversed(_calls.running) for shared in call.made]:
-        if each.gather_dim is None and linear in each.layers and _same_memory(x, each.whole):
+        is_its_x = linear in each.layers and _same_memory(x, each.whole)
+        if is_its_x and each.gather_dim is None:
             return None, "matmul_all_reduce in the backward, shared, as all ranks hold x"
         if (y := each.take(linear, x)) is not None:
             shared = f"shared by {each.ahead} layers" if each.ahead > 1 else "for one layer"
             return y, f"all_gather_matmul, {shared}"
-    return None, "F.linear, as each rank has the whole of x"
+        if is_its_x:
+            why = each.apart[linear] or why
+    return None, f"F.linear, {why}"
 
 
-def _is_expected(linear: SharingLinear, x: DTensor, index: int) -> bool:
-    """Whether the op of x makes the result of ``linear`` as well, which all ranks find alike."""
-    if index in (linear.passed_over or ()) or parametrize.is_parametrized(linear) or is_cast(x):
-        return False
-    if why_not_sharded(linear, x.device_mesh, 0) is not None or linear.in_features != x.shape[-1]:
-        return False
-    device_type = x.device.type
-    return linear.weight.dtype == x.dtype or torch.is_autocast_enabled(device_type)
+def _why_apart(linear: SharingLinear, x: DTensor, index: int) -> str | None:
+    """Why the op of x does not make the result of ``linear`` as well, or None. All ranks find it alike."""
+    if index in (linear.passed_over or ()):
+        return "as no rank took its result in the module's first call"
+    if parametrize.is_parametrized(linear):
+        return "as its weight is parametrized"
+    if is_cast(x):
+        return f"as autocast makes {torch.get_autocast_dtype(x.device.type)} of x, which is gathered as {x.dtype}"
+    if (why := why_not_sharded(linear, x.device_mesh, 0)) is not None:
+        return f"as {why} when the module is called"
+    if linear.in_features != x.shape[-1]:
+        return f"as x has {x.shape[-1]} features"
+    if linear.weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return f"as its weight has dtype {linear.weight.dtype}"
+    return None
 
 
 def _same_memory(x: DTensor, whole: DTensor) -> bool:
