@@ -38,7 +38,7 @@ def matmul_all_reduce_norm(
         x: [..., K], at least 2-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         residual: [..., N], of x's dtype and device; the same on every rank.
-        norm_weight: [N], likewise, or None: ones.
+        norm_weight: [N], likewise, or None: ones. Beside 16 bits it may be float32.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
         eps: at least 0.
@@ -101,7 +101,7 @@ def matmul_reduce_scatter_norm(
         x: [..., K], at least 2-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         w: [K, N], or [..., K, N] with exactly x's batch dims (x.shape[:-2]); of x's dtype and device.
         residual: of the result's shape, and of x's dtype and device: this rank's rows.
-        norm_weight: [N], likewise, or None: ones.
+        norm_weight: [N], likewise, or None: ones. Beside 16 bits it may be float32.
         scatter_dim: a dim of y but the last, cut as in `matmul_reduce_scatter`.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device; added to this rank's rows.
@@ -157,7 +157,7 @@ def all_reduce_norm(
     Args:
         x: [..., N], at least 1-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA. It is not written.
         residual: of x's shape, dtype and device; the same on every rank.
-        norm_weight: [N], likewise, or None: ones.
+        norm_weight: [N], likewise, or None: ones. Beside 16 bits it may be float32.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
         eps: at least 0.
@@ -233,7 +233,7 @@ def _of_norm(
     inverse = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
     scaled, of_scaled = wide * inverse, grad if weight is None else grad * weight
     of_out = inverse * (of_scaled - scaled * (of_scaled * scaled).mean(-1, keepdim=True))
-    grad_weight = gradients.of_bias(grad * scaled).to(out.dtype) if needs.norm_weight else None
+    grad_weight = None if weight is None or not needs.norm_weight else gradients.of_bias(grad * scaled).to(weight.dtype)
     return (of_out + grad_out).to(out.dtype), grad_weight
 
 

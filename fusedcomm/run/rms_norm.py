@@ -12,4 +12,5 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
     if native is not None and out.device.type == "cpu" and x.dtype != torch.float64:
         native.rms_norm(out, x, weight, eps)
         return
+    x = x if weight is None else x.to(weight.dtype)
     out.copy_(F.rms_norm(x, x.shape[-1:], weight, eps))

@@ -106,8 +106,7 @@ def test_every_spelling(rank: int, dtype: torch.dtype) -> None:
     args = arguments(rank, dtype)
     for name, program in PROGRAMS.items():
         got, ops = passed(program, args)
-        wide = name == "gemma" and dtype != torch.float32  # its weight is multiplied in float32
-        assert ops == ["matmul_all_reduce" if wide else SCATTERED.get(name, "matmul_all_reduce_norm")], name
+        assert ops == [SCATTERED.get(name, "matmul_all_reduce_norm")], name
         rounding = {} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0}  # the program rounds twice, or once
         torch.testing.assert_close(got, program(*args), **rounding)
 

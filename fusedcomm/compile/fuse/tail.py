@@ -129,7 +129,11 @@ def _weighted(scaled: Node, x: Node) -> tuple[Node, Node | None] | None:
     if product is not None and product.target is aten.mul.Tensor:
         factor = _other(product, plain or scaled)
         weight = None if factor is None else _weight(factor, n)
-        if weight is not None and value(weight).dtype == dtype and (normed := _cast(product, dtype)) is not None:
+        if (
+            weight is not None
+            and value(weight).dtype in (dtype, torch.float32)
+            and (normed := _cast(product, dtype)) is not None
+        ):
             return normed, weight
     return None if plain is None else (plain, None)
 
