@@ -65,8 +65,8 @@ def enable(
 
     Raises:
         ValueError: fuse names no op; estimator comes without overlap; overlap comes before
-            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in the type of device or
-            the ranks per node of their estimates.
+            ``init_process_group``; merge is no mesh, one without this rank, or one whose ranks do not ascend; ranks
+            differ in the type of device or the ranks per node of their estimates.
         PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.compile.merge.flattened_mesh import flatten

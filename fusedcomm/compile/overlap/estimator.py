@@ -24,7 +24,6 @@ import hashlib
 import json
 import math
 import operator
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -276,7 +275,7 @@ class Estimator:
     # agreement between ranks
 
     def agreed(self, group: Any = None) -> Estimator:
-        """Return an Estimator equal on all ranks: of each number that differs, the median of the ranks that have it.
+        """Return an Estimator equal on all ranks: the first one's, where they differ.
 
         It is a collective.
 
@@ -298,9 +297,8 @@ class Estimator:
             values = [fact[name] for fact in facts]
             if len(set(values)) > 1:
                 raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
-        merged = _median(facts)
         same = copy.copy(self)
-        vars(same).update(merged, constants=Constants(**merged["constants"]))
+        vars(same).update(facts[0], constants=Constants(**facts[0]["constants"]))
         return same
 
 
@@ -357,20 +355,6 @@ def _peers(of: Any) -> dist.ProcessGroup | None:
         return None
     pg = group.find(group.resolve(of)[1])
     return None if pg.size() == 1 or dist.get_backend(pg) == "fake" else pg
-
-
-def _median(values: list[Any]) -> Any:
-    """The median of JSON values, by key. A boolean is true if all are, a text is the first in order."""
-    first = values[0]
-    if isinstance(first, dict):
-        keys = sorted({key for value in values for key in value})
-        return {key: _median([value[key] for value in values if key in value]) for key in keys}
-    if isinstance(first, bool):
-        return all(values)
-    if isinstance(first, str):
-        return min(values)
-    integers = all(isinstance(value, int) for value in values)
-    return statistics.median_low(values) if integers else statistics.median(values)
 
 
 def _is_awaited(start: Node) -> bool:
