@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fusedcomm.compile
 from fusedcomm.compile.fuse import cut_results
 from fusedcomm.compile.graph.attempt import _warn_once
-from tests.helpers.block_checks import interpreted, no_latency
+from tests.helpers.block_checks import interpreted, no_latency, saved_tensors
 from tests.helpers.graphs import recorded_graphs
 from tests.helpers.model_blocks import all_to_all
 from tests.helpers.on_ranks import on_ranks
@@ -151,6 +151,22 @@ def test_what_mixes_blocks_stays(rank: int, name: str) -> None:
     op, reason = STAYS[name]
     report = check(lambda v: to_heads(op(product(v), v)))
     assert report.collectives[0].reason.endswith(f"commute: {reason}"), report.collectives[0].reason
+
+
+@on_ranks(2)
+def test_a_norm_across_heads_keeps_no_more_for_the_backward(rank: int) -> None:
+    """Its input is kept, the normed tensor computed again; a weight and a number per token are of all ranks."""
+    kept = {}
+    for commute in (True, False):
+        torch._dynamo.reset()
+        values = inputs()
+        program = torch.compile(
+            lambda v: to_heads(BEFORE["norm across heads"](product(v), v)), fullgraph=True, backend=interpreted
+        )
+        with no_latency(), fusedcomm.compile.enabled(commute=commute), saved_tensors(values.values()) as saved:
+            program(values)
+        kept[commute] = sum(saved.values())
+    assert kept[False] < kept[True] <= kept[False] + 4 * (DIM + dist.get_world_size() * TOKENS)
 
 
 @on_ranks(2)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fusedcomm.compile.commute import cut_matmuls, digests, small
 from fusedcomm.compile.commute.digests import MOVED
-from fusedcomm.compile.commute.mover import PURPOSES, SMALL, Mover
+from fusedcomm.compile.commute.mover import NORMED, PURPOSES, SMALL, Mover
 from fusedcomm.compile.commute.prepare import prepared, replace_nodes
 from fusedcomm.compile.commute.region import EARLIER, LATER, Behind, Exchange, infer, origins
 from fusedcomm.compile.fuse import wire
@@ -79,6 +79,7 @@ def _find(
     if moved is None:
         return None
     small.join(moved)
+    _recompute_normed(moved)
     settle(moved)
     digest = before.digest(moved, lambda node: MOVED in node.meta, lambda node: node.meta.get(ORIGIN))
     group_name = before.voter({node.meta[MOVED] for node in moved.nodes if MOVED in node.meta})
@@ -86,6 +87,20 @@ def _find(
     changed = before.changed(moved)
     wire.agreed((node for node in sequence.communicating(moved) if node.name in changed), digest.text)
     return moved, digest, group_name
+
+
+def _recompute_normed(graph: Graph) -> None:
+    """Let the backward compute ``x / rms(x)`` again from x, as it does where no norm has moved.
+
+    The partitioner would save both: where a collective stands between two readers of x, as the sum of the norm does
+    now, it does not compute the later one again.
+    """
+    backward = small.depends_on_gradients(graph)
+    for node in graph.nodes:
+        if NORMED in node.meta and any(
+            user in backward for each in (node, *node.all_input_nodes) for user in each.users
+        ):
+            node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def erase_copies(graph: Graph, of_backward: bool) -> None:

@@ -41,7 +41,7 @@ from fusedcomm.compile.graph.views import CASTS, PERMUTES, SAME, WAIT, value
 
 aten = torch.ops.aten
 SMALL = "fusedcomm_small"  # in the metadata of an exchange that may be joined with others
-
+NORMED = "fusedcomm_normed"  # in the metadata of nodes computed from blocks and from a sum over all blocks
 PURPOSES = CONSTANTS, NORMS, GRADIENTS = "constants", "sums of norms", "gradients of weights"
 SENT = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 REARRANGES = VIEWS | PERMUTES | SAME | CASTS | {aten.expand.default}
@@ -104,7 +104,10 @@ class Mover:
                 operands[operand] = self.exchanged(operand, back)
             else:
                 operands[operand] = self._along_blocks(operand, place, shape(node)[place.dim])
-        return self._write(node, lambda: self._call(node, operands))
+        repeated = self._write(node, lambda: self._call(node, operands))
+        if any(each in self.places and self.places[each] is None for each in operands):
+            repeated.meta[NORMED] = True
+        return repeated
 
     def _spread(self, node: Node, place: Place, size: Size) -> Node:
         """A tensor without blocks, broadcast: each rank's part at its places along a dim of ``size``."""

@@ -74,23 +74,14 @@ class Gathered:
                         reasons.append(str(reason))
         if not found:
             users = [name_of(user) for reader in self.readers for user in reader.users]
-            if not users:
-                raise CannotFuse("nothing reads what arrives")
-            rounded = [str(value(each.node).dtype) for each in self.readers if any(map(is_cast, each.users))]
-            if rounded and not reasons:
-                raise CannotFuse(f"what arrives is rounded to {rounded[0]}, and cast again, before the matmul")
-            raise CannotFuse(reasons[0] if reasons else f"what arrives goes to {', '.join(users[:3])}, not to a matmul")
+            goes_to = ", ".join(users[:3]) or "nothing"
+            raise CannotFuse(reasons[0] if reasons else f"what arrives goes to {goes_to}, not to a matmul")
         return found
 
     def _consumer(self, reader: Reader, user: Node) -> Product:
         found = matmul(user)
         if found.xs[0] is not reader.node:
-            is_scale = reader.node in (found.scales or ())
-            raise CannotFuse(
-                "what arrives is a scale of the matmul"
-                if is_scale
-                else "what arrives is the right operand of the matmul"
-            )
+            raise CannotFuse("what arrives is the right operand of the matmul, or a scale")
         nodes = {each.node for each in self.readers}
         if depends_on(found.operands, nodes):
             raise CannotFuse("the weight is computed from what arrives")
@@ -254,15 +245,8 @@ class GatherMatch:
 def match(start: Node) -> GatherMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     found = read(start)
-    gathers = found.collective.kind == "all_gather"
-    try:
-        consumers = found.consumers()
-    except CannotFuse:
-        if gathers and found.x.target in MATMULS | SCALED:  # as the gather of logits
-            raise CannotFuse("the gathered tensor is the result of a matmul: no op fuses that order") from None
-        raise
-    (reader, first), *more = sorted(consumers, key=lambda each: found.copies(each[0].layout))
-    if not gathers:
+    (reader, first), *more = sorted(found.consumers(), key=lambda each: found.copies(each[0].layout))
+    if found.collective.kind != "all_gather":
         return GatherMatch(found, reader, [first])
     products = [first]
     for other, product in more:

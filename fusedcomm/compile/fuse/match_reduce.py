@@ -22,13 +22,12 @@ from fusedcomm.compile.graph.collectives import Collective
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
 from fusedcomm.compile.graph.matmuls import Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes
-from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, sizes_of, value
+from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, value
 from fusedcomm.plan.geometry import payloads, shapes
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.geometry.norm import goes_at_once
 
 aten = torch.ops.aten
-MASKS = {aten.where.self, aten.mul.Tensor, aten.masked_fill.Scalar, aten.index_put.default}
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,6 @@ def match(start: Node) -> ReduceMatch:
     if collective.reduce_op not in shapes.REDUCE_OPS:
         raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
     path = path_back(collective.sent, through_casts=True)
-    if _is_looked_up(path[0]):
-        raise CannotFuse("what is reduced is looked up in a table, as a parallel embedding does: no op fuses that")
     product = producer(path[0], sums=True)
     if any(is_cast(node) for node in path[1:]):
         raise CannotFuse("the matmul's result is cast before it is reduced")
@@ -134,17 +131,6 @@ def rewrite(rewriter: Rewriter, match: ReduceMatch) -> Node:
         if not old._erased:  # as a sum that the norm alone has read
             rewriter.replace(old, result)
     return call
-
-
-def _is_looked_up(node: Node) -> bool:
-    """Whether node is a lookup's result, perhaps masked."""
-    while node.target in MASKS:
-        tensors = [each for each in node.args if isinstance(each, Node) and value(each).dtype.is_floating_point]
-        wide = [each for each in tensors if sizes_of(value(each)) == sizes_of(value(node))]
-        if not wide:
-            return False
-        node = path_back(wide[-1], through_casts=True)[0]  # where(mask, 0, looked up)
-    return node.target is aten.embedding.default
 
 
 def _check_blocks(collective: Collective, product: Product) -> None:
