@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.nn.functional import ScalingType
 
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, refuse, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, returned, sizes
 from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
@@ -111,8 +111,7 @@ def matmul(node: Node) -> Product:
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args
-    if any(node.kwargs.get(scale, 1) != 1 for scale in ("alpha", "beta")):
-        raise CannotFuse(f"{name_of(node)} scales its operands")
+    refuse(any(node.kwargs.get(scale, 1) != 1 for scale in ("alpha", "beta")), f"{name_of(node)} scales its operands")
     dtype = value(node).dtype
     if dtype not in DTYPES or value(x).dtype != dtype:  # type: ignore[arg-type]
         raise CannotFuse(f"the matmul's dtype is {dtype}, and must be float32, float16 or bfloat16")
@@ -204,10 +203,8 @@ def _broadcasts(bias: Node) -> bool:
 
 
 def _bias(bias: Node, node: Node) -> Node:
-    if not _broadcasts(bias):
-        raise CannotFuse(f"what {name_of(node)} adds is not one number per column")
-    if value(bias).dtype != value(node).dtype:
-        raise CannotFuse("the bias has another dtype than the matmul")
+    refuse(not _broadcasts(bias), f"what {name_of(node)} adds is not one number per column")
+    refuse(value(bias).dtype != value(node).dtype, "the bias has another dtype than the matmul")
     return bias
 
 

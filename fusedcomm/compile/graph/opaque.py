@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import functional, size_of_group
-from fusedcomm.compile.graph.layout import CannotFuse, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, refuse, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, held_outputs
 
 _KNOWN = {"aten", "prims", "prim", "inductor", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d"}
@@ -27,8 +27,7 @@ _KNOWN |= {"fusedcomm", "symm_mem", "fsdp"}
 def _deepspeed_exchange(x: Tensor, group_name: str) -> Tensor:
     """DeepSpeed's Ulysses: an exchange of equal parts along dim 0."""
     group_size = size_of_group(group_name)
-    if x.shape[0] % group_size:
-        raise CannotFuse(f"its dim 0, of size {x.shape[0]}, is not known to be divisible by {group_size}")
+    refuse(x.shape[0] % group_size, f"its dim 0, of size {x.shape[0]}, is not known to be divisible by {group_size}")
     rows = [x.shape[0] // group_size] * group_size
     return functional.wait_tensor(functional.all_to_all_single(x, rows, rows, group_name))  # type: ignore[no-any-return]
 

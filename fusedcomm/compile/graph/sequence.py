@@ -1,8 +1,4 @@
-"""The sequence of a graph's collectives, and the consent of all ranks to another one.
-
-Ranks compile apart, and their programs may differ. Their collectives must match: a rewrite that merges, moves or
-reorders collectives happens on all ranks of a group, or on none.
-"""
+"""The sequence of a graph's collectives, and the consent of all ranks to another one."""
 
 import hashlib
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 """Collectives that follow each other over different dims of one mesh become one over these dims together.
 
-DTensor, for example, communicates one mesh dim at a time. `mesh_moves` has the rules, and why no more is sent; the
-groups exist already (`flattened_mesh`). In a chain, each next collective is the only reader of the last one's result,
-rearranged. Merged reductions add in another order.
+In a chain, each next collective is the only reader of the last one's result, rearranged.
 """
 
 from collections.abc import Callable, Iterable, Sequence

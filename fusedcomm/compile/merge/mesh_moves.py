@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, refuse
 from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.redistribution.sharding import REDUCE_OPS
@@ -112,10 +112,8 @@ class Moves:
 
     def _check_reduction(self, collective: Collective) -> None:
         op = str(collective.reduce_op)
-        if op not in REDUCE_OPS:
-            raise CannotFuse(f"its reduce_op must be one of {', '.join(REDUCE_OPS)}, got {op}")
-        if op == "avg" and not value(collective.sent).dtype.is_floating_point:
-            raise CannotFuse("it rounds averages of integers")
+        refuse(op not in REDUCE_OPS, f"its reduce_op must be one of {', '.join(REDUCE_OPS)}, got {op}")
+        refuse(op == "avg" and not value(collective.sent).dtype.is_floating_point, "it rounds averages of integers")
         for _, move in self.by_dim:
             if move.reduce_op is not None and merged_op([move.reduce_op, op]) is None:
                 raise CannotFuse(f"{op} of {move.reduce_op} is no one reduction")

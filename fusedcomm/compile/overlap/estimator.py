@@ -1,18 +1,4 @@
-"""The time of each node of a graph. Nothing is run: formulas and a few constants of the machine give the times.
-
-    matmul             `cost.model.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
-    attention,         the same from torch's FLOP formulas (torch.utils.flop_counter), without tiles
-    convolution, ...
-    any other kernel   bytes read and written (`node_work`) / bandwidth of a copy + overhead
-    view, wait, ...    0
-    collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
-                       `cost.model.Constants.collective`
-    fused ops          the matmul beside its transfer; the best of `cost.model.estimate`, as the planner chooses, or
-                       `cost.in_pieces` between nodes. CPU groups count as inside one
-
-The numbers are the defaults of `cost`, results of `fusedcomm tune`, or the user's own, by node. Inductor's config gives
-``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way. They are read
-when an Estimator is made. An Estimator never changes, and two with the same digest give the same times.
+"""The time of each node of a graph, by formulas and a few constants of the machine (docs/overlap.md). Nothing is run.
 
 Ranks must agree, or they order their collectives differently: see `Estimator.agreed`.
 """

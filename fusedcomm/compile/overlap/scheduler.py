@@ -1,16 +1,4 @@
-"""Collectives beside compute: fused where a matmul stands beside them and it pays, else started early, waited for late.
-
-    report = fusedcomm.compile.overlap.schedule(gm)
-    print(report)
-
-Every step is tried on a copy and judged by the simulator: first the order alone (`list_scheduler`); then ops of
-fusedcomm for collectives still exposed (`fuse`); then one for several (`buckets`). A step that does not shorten
-the total, or needs more memory than the budget, is not taken. So the new graph is never slower than the old one, as far
-as the estimates are right.
-
-The result depends on the graph and the estimator alone. Ranks with equal graphs and estimators (see `Estimator.agreed`)
-order the collectives of each group alike.
-"""
+"""Collectives beside compute: fused beside matmuls where it pays, else started early and waited for late."""
 
 from __future__ import annotations
 
