@@ -65,8 +65,8 @@ def enable(
 
     Raises:
         ValueError: fuse names no op; estimator comes without overlap; overlap comes before
-            ``init_process_group``; merge is no mesh, or one without this rank; ranks differ in the type of device or
-            the ranks per node of their estimates.
+            ``init_process_group``; merge is no mesh, one without this rank, or one whose ranks do not ascend; ranks
+            differ in the type of device or the ranks per node of their estimates.
         PeerTimeoutError: a rank did not come to the agreement on estimates within ``FUSEDCOMM_TIMEOUT_S``.
     """
     from fusedcomm.compile.merge.flattened_mesh import flatten
@@ -143,7 +143,8 @@ def enabled(
 def register_collective(name: str, program: Callable[..., Any]) -> None:
     """Register the program that replaces a custom op of another package in graphs compiled from now on.
 
-    DeepSpeed's ``deepspeed::dim_zero_all_to_all`` is known. Call it alike on every rank.
+    DeepSpeed's ``deepspeed::dim_zero_all_to_all`` is known. Call it alike on every rank. Graphs compiled behind a call
+    are in Inductor's cache for this process alone.
 
     Args:
         name: the op's qualified name, "namespace::op". An earlier program of that name is replaced.
@@ -153,7 +154,7 @@ def register_collective(name: str, program: Callable[..., Any]) -> None:
 
     Raises:
         ValueError: name is not of that form, or is one of torch's or fusedcomm's own.
-        TypeError: program is no Python function; the key of compiled graphs has its code.
+        TypeError: program is not callable.
 
     Example::
 

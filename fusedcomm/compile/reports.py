@@ -19,8 +19,6 @@ from fusedcomm.plan import planner
 
 _BELOW = tuple(os.path.join(os.path.dirname(str(each.__file__)), "") for each in (torch, redistribution))
 _kept: list[CompileReport] | None = None
-_STATUS = "fused with its matmul, plain (an op without one), overlapped, merged into another, or left exposed"
-_OP = "the op of fusedcomm that replaces it; else why it was left, or what it was merged into"
 
 
 @dataclass
@@ -127,14 +125,15 @@ class CompileReport:
                 "no collective in a graph compiled since enable(); graphs from Inductor's cache are not looked at "
                 "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them again)"
             )
+        here = os.path.join(os.getcwd(), "")
         columns = (
             Column("graph", "forward, backward, or inference", lambda each: each.graph, drop=1, left=True),
             Column("collective", "its node in the graph", lambda each: each.node, left=True, folds=20),
-            Column("status", _STATUS, lambda each: each.status, left=True),
-            Column("op, or why not", _OP, _op_or_reason, left=True, folds=21),
+            Column("status", "fused, plain, overlapped, merged or exposed", lambda each: each.status, left=True),
+            Column("op, or why not", "the op in its place; else why it was left", _op_or_reason, left=True, folds=21),
             Column("plan", "the algorithm that the op takes", lambda each: each.plan, drop=2, left=True, folds=8),
-            Column("saved\nms", "estimated, per run of the graph", _saved_ms, drop=3),
-            Column("where", "the line of the program", lambda each: _shortened(each.source), left=True, folds=15),
+            Column("saved\nms", "an estimate, per run", _saved_ms, drop=3),
+            Column("where", "the program's line", lambda each: each.source.removeprefix(here), left=True, folds=15),
         )
         return Table(columns, self.collectives, others="--json, or the entries of .collectives, have them")
 
@@ -152,11 +151,6 @@ def source_of(node: Node) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     users = [frame for frame in frames if not frame[0].startswith(_BELOW)] or frames
     return f"{users[-1][0]}:{users[-1][1]}" if users else ""
-
-
-def _shortened(source: str) -> str:
-    here = os.path.join(os.getcwd(), "")
-    return source.removeprefix(here)
 
 
 def keep_reports() -> list[CompileReport]:

@@ -9,13 +9,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops.call_check import same_collective
-from fusedcomm.parallel.plain_modules import (
-    PARAMETERS,
-    has_parameter_hooks,
-    has_users,
-    why_not_called_as,
-    why_not_plain,
-)
+from fusedcomm.parallel import plain_modules
 
 _MAKERS = (BasePruningMethod, SpectralNorm, WeightNorm)  # forward pre-hooks that make a weight of other parameters
 
@@ -59,7 +53,7 @@ class UlyssesLinear(nn.Module):
 
         Raises TypeError if the weight or the bias is made of other parameters, as by weight_norm.
         """
-        if made := [name for name in PARAMETERS if name not in self._parameters]:
+        if made := [name for name in plain_modules.PARAMETERS if name not in self._parameters]:
             raise TypeError(f"{made[0]} of a {type(self).__name__} must be a parameter to be drawn, not made of others")
         nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
 
@@ -85,15 +79,16 @@ class UlyssesLinear(nn.Module):
 
     def _why_not_linear(self) -> str | None:
         base = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("fusedcomm."))
-        if why := why_not_called_as(self, base):
+        if why := plain_modules.why_not_called_as(self, base):
             return why
         pre_hooks = [hook for hook in self._forward_pre_hooks.values() if not isinstance(hook, _MAKERS)]
-        hooks = [*pre_hooks, *self._forward_hooks.values(), *self._backward_hooks.values()]
-        if has_users([*hooks, *self._backward_pre_hooks.values()]) or has_parameter_hooks(self):
+        others = (self._forward_hooks, self._backward_hooks, self._backward_pre_hooks)
+        hooks = [*pre_hooks, *(hook for each in others for hook in each.values())]
+        if plain_modules.has_users(hooks) or plain_modules.has_parameter_hooks(self):
             return "it, or a parameter of it, has hooks"
         held = {*self._modules} - {"parametrizations"}
         if len(pre_hooks) == len(self._forward_pre_hooks):  # otherwise some of these are factors of the weight
-            held |= {*self._parameters, *self._buffers} - {*PARAMETERS}
+            held |= {*self._parameters, *self._buffers} - {*plain_modules.PARAMETERS}
         return f"it has {', '.join(sorted(held))}" if held else None
 
     def extra_repr(self) -> str:
@@ -102,7 +97,7 @@ class UlyssesLinear(nn.Module):
 
     def _take(self, linear: nn.Linear) -> None:
         """Make the parameters copies of ``linear``'s; the mode and requires_grad are kept."""
-        for name in PARAMETERS:
+        for name in plain_modules.PARAMETERS:
             given = getattr(linear, name)
             copied = None if given is None else given.detach().clone(memory_format=torch.contiguous_format)
             parameter = None if copied is None else nn.Parameter(copied, given.requires_grad)
@@ -136,6 +131,6 @@ def as_linear(linear: nn.Module) -> nn.Linear:
     """Raises TypeError for a layer that computes, or keeps, more than copies of its weight and bias would."""
     if not isinstance(linear, nn.Linear):
         raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
-    if (why := why_not_plain(linear)) is not None:
+    if (why := plain_modules.why_not_plain(linear)) is not None:
         raise TypeError(f"linear must be a plain nn.Linear, got a {type(linear).__name__} of which {why}")
     return linear

@@ -20,20 +20,8 @@ from fusedcomm.ops.formula import needs_now
 from fusedcomm.ops.library import refuse_outside_ops
 from fusedcomm.ops.matmul_all_reduce import matmul_all_reduce
 from fusedcomm.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fusedcomm.parallel import layouts
 from fusedcomm.parallel.gradient_when_read import product
-from fusedcomm.parallel.layouts import (
-    annotated,
-    bias_of_part,
-    from_part,
-    gather_size_of,
-    mesh_of_weight,
-    normalized,
-    shards,
-    token_dim,
-    why_elsewhere,
-    why_no_rows,
-    why_not_sharded,
-)
 from fusedcomm.parallel.shared_gather import SharingLinear, taken_from
 from fusedcomm.parallel.unwritten import shard_of, unwritten
 
@@ -73,8 +61,8 @@ class ShardedLinear(nn.Linear):
         return linear
 
     def extra_repr(self) -> str:
-        layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
-        return f"{super().extra_repr()}, {layouts}, use_local_output={self.use_local_output}"
+        placed = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
+        return f"{super().extra_repr()}, {placed}, use_local_output={self.use_local_output}"
 
     def _run(self, op: str, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
         """This rank's part of the result for x, a DTensor or a part of one. ``dim``: of tokens that ``op`` moves."""
@@ -87,11 +75,11 @@ class ShardedLinear(nn.Linear):
     def _laid_out(self, y: Tensor, mesh: DeviceMesh, placement: Placement, rows: torch.Size) -> Tensor:
         """y as the style wants it. If it is no DTensor it is the local tensor of one that lies as ``placement``, with
         the size of all dims but the last that ``rows`` has."""
-        wanted = normalized(self.output_layouts, y.ndim)
+        wanted = layouts.normalized(self.output_layouts, y.ndim)
         if not isinstance(y, DTensor):
             if wanted == (placement,) and self.use_local_output:
                 return y
-            y = from_part(y, mesh, placement, (*rows[:-1], self.weight.shape[0]))
+            y = layouts.from_part(y, mesh, placement, (*rows[:-1], self.weight.shape[0]))
         if y.placements != wanted:
             y = y.redistribute(placements=wanted, async_op=True)
         return y.to_local() if self.use_local_output else y
@@ -110,10 +98,10 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""
-        mesh = mesh_of_weight(self)
+        mesh = layouts.mesh_of_weight(self)
         y = self._by_op(x, mesh)
         if y is None:
-            x = annotated(x, mesh, self.input_layouts)
+            x = layouts.annotated(x, mesh, self.input_layouts)
             if self.input_layouts != (Replicate(),):
                 x = x.redistribute(placements=(Replicate(),), async_op=True)
             y = super().forward(x)
@@ -121,8 +109,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """This rank's columns, or None where no op makes them."""
-        why = why_not_sharded(self, mesh, 0) or why_no_rows(x)
-        why = why or why_elsewhere(x, mesh)
+        why = layouts.why_not_sharded(self, mesh, 0) or layouts.why_no_rows(x)
+        why = why or layouts.why_elsewhere(x, mesh)
         shares = self.shares and not torch.compiler.is_compiling()
         if why is None and isinstance(x, DTensor) and x.placements == (Replicate(),) and shares:
             made, ran = taken_from(x, self)
@@ -131,8 +119,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
         if why is None and not isinstance(x, DTensor) and self.input_layouts == (Replicate(),):
             self._note(self.prefix + HELD)
             return self._run(HELD, x, 0, mesh)
-        laid_out = annotated(x, mesh, self.input_layouts)
-        gather_dim = token_dim(laid_out.placements[0], x.ndim)
+        laid_out = layouts.annotated(x, mesh, self.input_layouts)
+        gather_dim = layouts.token_dim(laid_out.placements[0], x.ndim)
         if gather_dim is None:
             why = why or f"x is placed as {laid_out.placements}, where no tokens are to be gathered"
         if why is not None or gather_dim is None:
@@ -144,8 +132,8 @@ class ColwiseLinear(ShardedLinear, SharingLinear):
     def _run(self, op: str, x: Any, dim: int, mesh: DeviceMesh) -> Tensor:
         if op == HELD:
             return _linear_of_replicated(self, x, mesh)
-        weight, bias = shards(self)
-        y = all_gather_matmul(shard_of(x), weight.mT, dim, mesh, bias=bias, gather_size=gather_size_of(x, dim))
+        weight, bias = layouts.shards(self)
+        y = all_gather_matmul(shard_of(x), weight.mT, dim, mesh, bias=bias, gather_size=layouts.gather_size_of(x, dim))
         return unwritten(y, x, self.weight, keeps_x=False)
 
 
@@ -161,21 +149,21 @@ class RowwiseLinear(ShardedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out_features] for x [..., in_features]. Raises the errors of the ops, and of DTensors."""
-        mesh, features = mesh_of_weight(self), (Shard(x.ndim - 1),)
-        if isinstance(x, DTensor) or normalized(self.input_layouts, x.ndim) != features:
-            x = annotated(x, mesh, self.input_layouts)
+        mesh, features = layouts.mesh_of_weight(self), (Shard(x.ndim - 1),)
+        if isinstance(x, DTensor) or layouts.normalized(self.input_layouts, x.ndim) != features:
+            x = layouts.annotated(x, mesh, self.input_layouts)
             if x.placements != features:
                 x = x.redistribute(placements=features, async_op=True)
         y = self._by_op(x, mesh)
         if y is None:
-            y = super().forward(annotated(x, mesh, features))
-        return self._laid_out(y, mesh, normalized(self.output_layouts, x.ndim)[0], x.shape)
+            y = super().forward(layouts.annotated(x, mesh, features))
+        return self._laid_out(y, mesh, layouts.normalized(self.output_layouts, x.ndim)[0], x.shape)
 
     def _by_op(self, x: Tensor, mesh: DeviceMesh) -> Tensor | None:
         """This rank's part of the sum, or None where no op makes it."""
         (placement,) = self.output_layouts
-        scatter_dim = token_dim(placement, x.ndim)
-        why = why_not_sharded(self, mesh, 1) or why_elsewhere(x, mesh) or why_no_rows(x)
+        scatter_dim = layouts.token_dim(placement, x.ndim)
+        why = layouts.why_not_sharded(self, mesh, 1) or layouts.why_elsewhere(x, mesh) or layouts.why_no_rows(x)
         if why is None and scatter_dim is None and not isinstance(placement, Replicate):
             why = f"the result is placed as {placement!r}"
         if why is not None:
@@ -187,11 +175,11 @@ class RowwiseLinear(ShardedLinear):
 
     def _run(self, op: str, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
         part = shard_of(x) if isinstance(x, DTensor) else x
-        weight, bias = shards(self)
+        weight, bias = layouts.shards(self)
         if op == REDUCE:
             y = matmul_all_reduce(part, weight.mT, mesh, bias=bias)
         else:
-            y = matmul_reduce_scatter(part, weight.mT, dim, mesh, bias=bias_of_part(self.bias))
+            y = matmul_reduce_scatter(part, weight.mT, dim, mesh, bias=layouts.bias_of_part(self.bias))
         return unwritten(y, x, self.weight)
 
 
@@ -219,7 +207,7 @@ def _linear_of_replicated(linear: Any, x: Tensor, group: Group) -> Tensor:
 
     Only its backward communicates: the gradient of a plain x is summed by one `matmul_all_reduce`.
     """
-    weight, bias = shards(linear)
+    weight, bias = layouts.shards(linear)
     refuse_outside_ops("parallel.ColwiseParallel", x, weight, bias)
     inputs = _autocast(x, weight, bias)
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in inputs):
@@ -234,7 +222,7 @@ def _linear_of_whole(linear: Any, x: DTensor, made: Tensor | None) -> Tensor:
 
     ``made``: the result without its gradients, if something has made it.
     """
-    weight, bias = shards(linear)
+    weight, bias = layouts.shards(linear)
     local = shard_of(x, (Partial(),))
     refuse_outside_ops("parallel.ColwiseParallel", local, weight, bias)
     y = _Linear.apply(1, None, [made], *_autocast(local, weight, bias))

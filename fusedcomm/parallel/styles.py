@@ -174,14 +174,10 @@ class PrepareModuleInputOutput(torch_styles.PrepareModuleInputOutput):
     """``torch.distributed.tensor.parallel.PrepareModuleInputOutput`` with this package's `PrepareModuleInput`.
 
     Args:
-        input_layouts: as in `PrepareModuleInput`.
-        desired_input_layouts: as in `PrepareModuleInput`.
-        input_kwarg_layouts: as in `PrepareModuleInput`.
-        desired_input_kwarg_layouts: as in `PrepareModuleInput`.
+        input_layouts, desired_input_layouts: as in `PrepareModuleInput`.
+        input_kwarg_layouts, desired_input_kwarg_layouts: as in `PrepareModuleInput`.
         use_local_input: `PrepareModuleInput`'s use_local_output.
-        output_layouts: as in torch's PrepareModuleOutput.
-        desired_output_layouts: as in torch's PrepareModuleOutput.
-        use_local_output: as in torch's PrepareModuleOutput.
+        output_layouts, desired_output_layouts, use_local_output: as in torch's PrepareModuleOutput.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

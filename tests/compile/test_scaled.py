@@ -326,15 +326,15 @@ NEAR_MISSES: dict[str, tuple[Program, str]] = {
         lambda x, w, one: reduced_by(x, w, one, out_dtype=E4M3).float(),
         "the matmul's dtype is torch.float8_e4m3fn of torch.float8_e4m3fn and",
     ),
-    "scale_result": (lambda x, w, one: reduced_by(x, w, one, scale_result=one), "and of the operands alone"),
+    "scale_result": (lambda x, w, one: reduced_by(x, w, one, scale_result=one), "of the operands alone"),
     "bias of float32": (lambda x, w, one: reduced_by(x, w, one, bias=full(one, 128)), "the bias has another dtype"),
-    "block-wise": (block_wise, "are BlockWise128x128 and BlockWise1x128, and must be TensorWise or RowWise"),
-    "swizzled": (swizzled, "are RowWise, and must be TensorWise or RowWise, in float32, not swizzled"),
+    "block-wise": (block_wise, "the scales must be TensorWise or RowWise"),
+    "swizzled": (swizzled, "the scales must be TensorWise or RowWise, in float32, not swizzled"),
     "two matmuls": (
         lambda x, w, one: funcol.all_reduce(
             mm(x, w, one, one, out_dtype=BF16) + mm(x, w, one, one * 2, out_dtype=BF16), "sum", world()
         ),
-        "the sum of matmuls with biases, batches or scales",
+        "the sum of matmuls with other shapes, dtypes, biases",
     ),
     "cast behind": (
         lambda x, w, one: mm(all_gather(x.to(torch.int8), 0, world()).to(E4M3), w, one, one, out_dtype=BF16),
@@ -354,7 +354,7 @@ NEAR_MISSES: dict[str, tuple[Program, str]] = {
     ),
     "scales alone": (
         lambda x, w, one: mm(x, w, all_gather(full(one, T // 2, 1), 0, world()), full(one, 1, 128), out_dtype=BF16),
-        "what arrives is a scale of the matmul",
+        "or a scale",
     ),
 }
 

@@ -23,15 +23,7 @@ WAIT = functional.wait_tensor.default
 MESHES = {
     "2x2x2": torch.arange(8).view(2, 2, 2),
     "2x3": torch.arange(6).view(2, 3),
-    "3x2-column-major": torch.arange(6).view(2, 3).t(),
     "2x1x3": torch.arange(6).view(2, 1, 3),
-    "2x2x2-permuted": torch.arange(8).view(2, 2, 2).permute(2, 0, 1),
-}
-WITHOUT_ORDER = {
-    "descending": [[3, 2], [1, 0]],
-    "a row of them descending": [[0, 1, 2], [5, 4, 3]],
-    "columns descending": [[4, 0], [5, 1], [3, 2]],
-    "staggered": [[0, 1, 4], [2, 3, 5]],
 }
 
 

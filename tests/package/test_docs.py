@@ -136,8 +136,9 @@ def raised_texts(tree: ast.AST) -> Iterator[str]:
         if not isinstance(call, ast.Call) or not call.args:
             continue
         warns = isinstance(call.func, ast.Attribute) and call.func.attr in ("warn", "warning")
-        text = as_template(call.args[0])
-        if text is not None and (warns or isinstance(node, ast.Raise)):
+        refuses = isinstance(call.func, ast.Name) and call.func.id == "refuse"
+        text = as_template(call.args[1 if refuses else 0])
+        if text is not None and (warns or refuses or isinstance(node, ast.Raise)):
             yield text.replace("%s", HOLE)
 
 

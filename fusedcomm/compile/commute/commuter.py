@@ -1,7 +1,6 @@
 """Moves exchanges over the ops that act on each of their blocks alone, until they stand beside matmuls.
 
-Models put norms, rotary embeddings, and several streams of tokens between a projection and its exchange. The exchange
-moves before them, or behind them, in the graph that holds forward and backward, so that both are fused later.
+They move in the graph that holds forward and backward, so that both are fused later.
 """
 
 import copy

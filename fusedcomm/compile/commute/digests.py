@@ -1,8 +1,7 @@
 """A digest of all ops in exchanged layouts; ranks compare it when the graph first runs.
 
-A moved op runs on peers' data. That is valid only if the op, its numbers, and the shapes and dtypes of its operands are
-the same on all ranks. A rank sees its own graph alone when it compiles, so graphs begin with `same_moves`, with the
-sizes known at the call.
+A moved op runs on peers' data: valid only if the op, its numbers, and the shapes and dtypes of its operands are the
+same on all ranks.
 """
 
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from fusedcomm.compile.graph import collectives
-from fusedcomm.compile.graph.layout import CannotFuse, size_of
+from fusedcomm.compile.graph.layout import refuse, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import Digest
 from fusedcomm.compile.graph.views import WAIT, value
@@ -33,8 +32,7 @@ def note(graph: Graph, digest: Digest, group_name: str) -> None:
     """Keep the digest with the graph's collectives, through the partitioner, for `check_first`. Raises CannotFuse."""
     inputs = _symbols_of_inputs(graph)
     for name in digest.symbols:
-        if name not in inputs:
-            raise CannotFuse(f"the size {name} is known too late to be compared between ranks")
+        refuse(name not in inputs, f"the size {name} is known too late to be compared between ranks")
     for node in graph.nodes:
         if collectives.kind_of(node):
             node.meta[_AGREED] = digest, group_name

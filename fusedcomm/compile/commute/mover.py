@@ -32,7 +32,7 @@ from fusedcomm.compile.commute.places import (
     tensors,
 )
 from fusedcomm.compile.graph.collectives import functional
-from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient
+from fusedcomm.compile.graph.layout import CannotFuse, Size, assumed, product, quotient, refuse
 from fusedcomm.compile.graph.matmuls import name_of
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.sequence import is_fill
@@ -70,8 +70,7 @@ class Mover:
             return self.given[node]
         if is_fill(node):
             return node  # equal numbers
-        if self.places.get(node, place) not in (place, None):
-            raise CannotFuse(f"{name_of(node)} is exchanged along two dims")
+        refuse(self.places.get(node, place) not in (place, None), f"{name_of(node)} is exchanged along two dims")
         if (node in self.places and node not in self.seeds) or self._may_be_passed(node, place):
             return self._repeated(node, place)
         small = None if node in self.seeds else CONSTANTS
@@ -243,8 +242,7 @@ class Mover:
 
     def _start_and_wait(self, sent: Node, small: str | None) -> Node:
         call, splits, size, dtype = self.rewriter.call, [1] * self.group_size, shape(sent), value(sent).dtype
-        if value(sent).device != self.device:
-            raise CannotFuse(f"a tensor of {value(sent).device} stands between")
+        refuse(value(sent).device != self.device, f"a tensor of {value(sent).device} stands between")
         sent = self.rewriter.contiguous(sent)
         if dtype.is_complex:
             sent = call(aten.view_as_real.default, sent)

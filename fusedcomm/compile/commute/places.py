@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from fusedcomm.compile.graph.layout import CannotFuse, Size, product, quotient, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Size, product, quotient, refuse, size_of
 from fusedcomm.compile.graph.matmuls import name_of
 from fusedcomm.compile.graph.split_cat import SPLITS, args_of, argument_of
 from fusedcomm.compile.graph.views import CASTS, PERMUTES, RESHAPES, SAME, permutation
@@ -50,8 +50,7 @@ class Dims:
     marks: tuple[Size, ...] = field(default=())
 
     def forward(self, place: Place, group_size: int, node: Node) -> Place:
-        if place.dim not in self.along:
-            raise CannotFuse(f"{name_of(node)} mixes the blocks that are exchanged")
+        refuse(place.dim not in self.along, f"{name_of(node)} mixes the blocks that are exchanged")
         self._check(place, group_size, node)
         return Place(self.along.index(place.dim) - len(self.along), place.inner)
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from fusedcomm.compile.commute.mover import REARRANGES, Mover
 from fusedcomm.compile.commute.places import REDUCTIONS, Place, is_elementwise, is_tensor, rule, shape, tensors
 from fusedcomm.compile.graph.effects import has_effects, is_write
-from fusedcomm.compile.graph.layout import CannotFuse, quotient
+from fusedcomm.compile.graph.layout import CannotFuse, quotient, refuse
 from fusedcomm.compile.graph.matmuls import MATMULS, name_of
 from fusedcomm.compile.graph.sequence import is_fill
 from fusedcomm.compile.graph.views import WAIT, is_cast, source
@@ -37,8 +37,7 @@ class Exchange:
         assert inner is not None  # the splits are even
         while len(wait.users) == 1 and next(iter(wait.users)).target is WAIT:
             wait = next(iter(wait.users))
-        if not wait.users:
-            raise CannotFuse("nothing reads its result")
+        refuse(not wait.users, "nothing reads its result")
         return Exchange(start, sent, wait, Place(-len(shape(sent)), inner))
 
 
@@ -78,8 +77,7 @@ def infer(mover: Mover) -> None:
 
 
 def _place(mover: Mover, node: Node) -> Place | None:
-    if node.target in MATMULS or is_write(node) or has_effects(node):
-        raise CannotFuse(f"{name_of(node)} stands between")
+    refuse(node.target in MATMULS or is_write(node) or has_effects(node), f"{name_of(node)} stands between")
     if mover.is_sum_over_blocks(node):
         return None
     operands, found = tensors(node), []
@@ -90,11 +88,9 @@ def _place(mover: Mover, node: Node) -> Place | None:
     if not found:
         for each in operands:
             rule(node, each)
-        if not (node.target in REARRANGES | REDUCTIONS or is_elementwise(node)):
-            raise CannotFuse(f"{name_of(node)} stands between")
+        refuse(not (node.target in REARRANGES | REDUCTIONS or is_elementwise(node)), f"{name_of(node)} stands between")
         return None
-    if len(set(found)) > 1:
-        raise CannotFuse(f"{name_of(node)} joins different blocks")
+    refuse(len(set(found)) > 1, f"{name_of(node)} joins different blocks")
     for each in operands:
         if each not in mover.places or mover.places[each] is None:
             rule(node, each).back(found[0], mover.group_size, node)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
-from fusedcomm.compile.graph.layout import CannotFuse, product
+from fusedcomm.compile.graph.layout import CannotFuse, product, refuse
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import SPLITS, UNBIND, part, shape_of
 from fusedcomm.compile.graph.views import RESHAPES, path_back
@@ -80,6 +80,5 @@ def columns_read(matmul: Node) -> dict[Columns, list[Node]]:
         else:
             raise CannotFuse("a part of the matmul's result is exchanged, and all of it is read")
     ordered = dict(sorted(parts.items()))
-    if any(a[1] > b[0] for a, b in pairwise(ordered)):
-        raise CannotFuse("parts of the matmul's result that overlap are exchanged")
+    refuse(any(a[1] > b[0] for a, b in pairwise(ordered)), "parts of the matmul's result that overlap are exchanged")
     return ordered

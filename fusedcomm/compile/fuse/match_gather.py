@@ -19,7 +19,7 @@ from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.attempt import attempt
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, refuse, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, matmul, name_of
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes, stand_for
 from fusedcomm.compile.graph.views import advance, along, derived, is_cast, is_one_cast, path_back, value, viewed_bytes
@@ -74,38 +74,23 @@ class Gathered:
                         reasons.append(str(reason))
         if not found:
             users = [name_of(user) for reader in self.readers for user in reader.users]
-            if not users:
-                raise CannotFuse("nothing reads what arrives")
-            rounded = [str(value(each.node).dtype) for each in self.readers if any(map(is_cast, each.users))]
-            if rounded and not reasons:
-                raise CannotFuse(f"what arrives is rounded to {rounded[0]}, and cast again, before the matmul")
-            raise CannotFuse(reasons[0] if reasons else f"what arrives goes to {', '.join(users[:3])}, not to a matmul")
+            goes_to = ", ".join(users[:3]) or "nothing"
+            raise CannotFuse(reasons[0] if reasons else f"what arrives goes to {goes_to}, not to a matmul")
         return found
 
     def _consumer(self, reader: Reader, user: Node) -> Product:
         found = matmul(user)
-        if found.xs[0] is not reader.node:
-            is_scale = reader.node in (found.scales or ())
-            raise CannotFuse(
-                "what arrives is a scale of the matmul"
-                if is_scale
-                else "what arrives is the right operand of the matmul"
-            )
+        refuse(found.xs[0] is not reader.node, "what arrives is the right operand of the matmul, or a scale")
         nodes = {each.node for each in self.readers}
-        if depends_on(found.operands, nodes):
-            raise CannotFuse("the weight is computed from what arrives")
+        refuse(depends_on(found.operands, nodes), "the weight is computed from what arrives")
         before, after = reader.dtypes[0], reader.dtypes[-1]
-        if after.itemsize > before.itemsize:
-            raise CannotFuse("what arrives is cast to a larger dtype before the matmul")
+        refuse(after.itemsize > before.itemsize, "what arrives is cast to a larger dtype before the matmul")
         read = {(each.dtypes[0], each.dtypes[-1]) for each in self.readers if each.users}
-        if after != before and read != {(before, after)}:
-            raise CannotFuse("what arrives is read both before and after a cast")
+        refuse(after != before and read != {(before, after)}, "what arrives is read both before and after a cast")
         k = reader.layout.dims[-1]
         order, sent = reader.layout.order, self.x_layout.order
-        if self.sources not in order:
-            raise CannotFuse("what arrives is rearranged across ranks")
-        if self.blocks is self.sources and self.sources in k[1:]:
-            raise CannotFuse("the gathered dim is in the middle of K")
+        refuse(self.sources not in order, "what arrives is rearranged across ranks")
+        refuse(self.blocks is self.sources and self.sources in k[1:], "the gathered dim is in the middle of K")
         if [f for f in order if f is not self.sources][-1:] != [f for f in sent if f is not self.blocks][-1:]:
             raise CannotFuse("what arrives is transposed before the matmul")
         return found
@@ -123,8 +108,7 @@ class Gathered:
         found = self._sent_dims(received, before, first_k, batched)
         if not batched or [f for dim in found.batch for f in dim] == list(received.dims[0]):
             return found
-        if self.sources in received.dims[-1][1:]:
-            raise CannotFuse("the rows of a batched matmul are exchanged in parts")
+        refuse(self.sources in received.dims[-1][1:], "the rows of a batched matmul are exchanged in parts")
         dims = [sorted(dim, key=lambda f: f is not self.sources) for dim in received.dims]
         gather_dim = next(i for i, dim in enumerate(dims) if self.sources in dim)
         sent = [[f for f in dim if f is not self.sources] for dim in dims]
@@ -254,15 +238,8 @@ class GatherMatch:
 def match(start: Node) -> GatherMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     found = read(start)
-    gathers = found.collective.kind == "all_gather"
-    try:
-        consumers = found.consumers()
-    except CannotFuse:
-        if gathers and found.x.target in MATMULS | SCALED:  # as the gather of logits
-            raise CannotFuse("the gathered tensor is the result of a matmul: no op fuses that order") from None
-        raise
-    (reader, first), *more = sorted(consumers, key=lambda each: found.copies(each[0].layout))
-    if not gathers:
+    (reader, first), *more = sorted(found.consumers(), key=lambda each: found.copies(each[0].layout))
+    if found.collective.kind != "all_gather":
         return GatherMatch(found, reader, [first])
     products = [first]
     for other, product in more:
@@ -359,8 +336,7 @@ def _readers(wait: Node, received: Layout) -> list[Reader]:
                 if following is None:
                     raise CannotFuse("it computes")
                 dtypes = (*reader.dtypes, value(following).dtype) if is_cast(following) else reader.dtypes
-                if not is_one_cast(dtypes):
-                    raise CannotFuse("it is rounded between")
+                refuse(not is_one_cast(dtypes), "it is rounded between")
                 readers.append(Reader(following, advance(following, reader.layout), dtypes))
             except CannotFuse:
                 reader.users.append(user)

@@ -19,16 +19,15 @@ from fusedcomm.compile.fuse import tail, wire
 from fusedcomm.compile.fuse.tail import NO_TAIL, Tail
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, refuse, size_of
 from fusedcomm.compile.graph.matmuls import Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes
-from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, sizes_of, value
+from fusedcomm.compile.graph.views import along, follow, is_cast, path_back, value
 from fusedcomm.plan.geometry import payloads, shapes
 from fusedcomm.plan.geometry.cut import EVEN
 from fusedcomm.plan.geometry.norm import goes_at_once
 
 aten = torch.ops.aten
-MASKS = {aten.where.self, aten.mul.Tensor, aten.masked_fill.Scalar, aten.index_put.default}
 
 
 @dataclass(frozen=True)
@@ -73,14 +72,10 @@ class ReduceMatch:
 def match(start: Node) -> ReduceMatch:
     """The match for the collective that starts here. Raises CannotFuse."""
     collective = collectives.read(start)
-    if collective.reduce_op not in shapes.REDUCE_OPS:
-        raise CannotFuse(f"reduce_op must be sum or avg, got {collective.reduce_op}")
+    refuse(collective.reduce_op not in shapes.REDUCE_OPS, f"reduce_op must be sum or avg, got {collective.reduce_op}")
     path = path_back(collective.sent, through_casts=True)
-    if _is_looked_up(path[0]):
-        raise CannotFuse("what is reduced is looked up in a table, as a parallel embedding does: no op fuses that")
     product = producer(path[0], sums=True)
-    if any(is_cast(node) for node in path[1:]):
-        raise CannotFuse("the matmul's result is cast before it is reduced")
+    refuse(any(is_cast(node) for node in path[1:]), "the matmul's result is cast before it is reduced")
     check_single_use(path, start)
     sent = along(path, product.layout)
     if collective.kind == "all_reduce":
@@ -88,8 +83,7 @@ def match(start: Node) -> ReduceMatch:
         return ReduceMatch(collective, product, sent, Factor(1), sent, collective.wait, sent)
     received, blocks, _ = collective.received(sent)
     results = follow(collective.wait, received)
-    if blocks in product.y.dims[-1][1:]:
-        raise CannotFuse("what is scattered is in the middle of N")
+    refuse(blocks in product.y.dims[-1][1:], "what is scattered is in the middle of N")
     rest = [f for f in product.y.order if f is not blocks]
     written = [each for each in results if each[1].order == rest]  # no copy after the op
     return ReduceMatch(collective, product, sent, blocks, received, *(written or results)[-1])
@@ -100,8 +94,7 @@ def match_norm(start: Node) -> ReduceMatch:
     found = match(start)
     collective = found.collective
     shape = [_most(size) for size in value(start).shape]
-    if collective.kind == "all_reduce" and not goes_at_once(shape, collective.group_size):
-        raise CannotFuse(NO_TAIL)
+    refuse(collective.kind == "all_reduce" and not goes_at_once(shape, collective.group_size), NO_TAIL)
     is_plain = (found.product.bias, found.product.scales, collective.reduce_op) == (None, None, "sum")
     y, layout = follow(collective.wait, found.received)[-1]
     columns = found.y.dims[-1]
@@ -134,17 +127,6 @@ def rewrite(rewriter: Rewriter, match: ReduceMatch) -> Node:
         if not old._erased:  # as a sum that the norm alone has read
             rewriter.replace(old, result)
     return call
-
-
-def _is_looked_up(node: Node) -> bool:
-    """Whether node is a lookup's result, perhaps masked."""
-    while node.target in MASKS:
-        tensors = [each for each in node.args if isinstance(each, Node) and value(each).dtype.is_floating_point]
-        wide = [each for each in tensors if sizes_of(value(each)) == sizes_of(value(node))]
-        if not wide:
-            return False
-        node = path_back(wide[-1], through_casts=True)[0]  # where(mask, 0, looked up)
-    return node.target is aten.embedding.default
 
 
 def _check_blocks(collective: Collective, product: Product) -> None:

@@ -16,7 +16,7 @@ from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.fuse.match_gather import depends_on
 from fusedcomm.compile.graph import collectives
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, product, quotient, refuse, size_of
 from fusedcomm.compile.graph.matmuls import MATMULS, SCALED, Product, check_single_use, producer
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, sizes
 from fusedcomm.compile.graph.views import along, follow, is_one_cast, path_back, value
@@ -221,8 +221,7 @@ def _part(start: Node) -> Part:
     sent = along(path, matmul.layout)
     received, blocks, sources = collective.received(sent)
     candidates = follow(collective.wait, received)
-    if sources.parts:
-        raise CannotFuse("what arrives is rearranged across ranks")
+    refuse(sources.parts, "what arrives is rearranged across ranks")
     parts = [Part(collective, matmul, sent, blocks, sources, *candidate) for candidate in candidates]
     written = [part for part in parts if part.result == part.layout.order]  # no copy after the op
     return (written or parts)[-1]

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from fusedcomm.compile.graph.collectives import Collective, communicates, late_inputs
-from fusedcomm.compile.graph.layout import CannotFuse, Size
+from fusedcomm.compile.graph.layout import CannotFuse, Size, refuse
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import args_of
 from fusedcomm.compile.graph.views import CASTS, RESHAPES, SAME, sizes_of, value
@@ -48,8 +48,7 @@ def find(collective: Collective, y: Node) -> Tail:
     bias = other if _is_per_column(other, y) else None
     if bias is not None:
         added, other = _sum(added)
-    if sizes_of(value(other)) != sizes_of(value(y)) or value(other).dtype != value(y).dtype:
-        raise CannotFuse(NO_TAIL)
+    refuse(sizes_of(value(other)) != sizes_of(value(y)) or value(other).dtype != value(y).dtype, NO_TAIL)
     found = Tail(bias, other, added, *_norm(added))
     late = late_inputs([each for each in (bias, other, found.weight) if each is not None], collective.start)
     if collective.wait in late or any(map(communicates, late)):  # they would come before what they are computed from
@@ -60,8 +59,7 @@ def find(collective: Collective, y: Node) -> Tail:
 def _sum(node: Node) -> tuple[Node, Node]:
     """The addition that alone reads node, and what it adds."""
     users = list(node.users)
-    if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
-        raise CannotFuse(NO_TAIL)
+    refuse(len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs, NO_TAIL)
     other = _other(users[0], node)
     if other is None:
         raise CannotFuse(NO_TAIL)

@@ -1,8 +1,6 @@
-"""Estimates from sizes alone the time that a fused op saves per call.
+"""Estimates from sizes alone the time that a fused op saves per call, roughly, to rank collectives.
 
-The planner's model (`cost`) is used roughly, to rank collectives: the time of the plain collective, as far as the
-matmul is long enough to hide it, and of the saved layout copies, with tuned numbers, if the group has come together and
-has them.
+It is the time of the plain collective, as far as the matmul is long enough to hide it, and of the saved layout copies.
 """
 
 import math

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from fusedcomm.compile.fuse import wire
 from fusedcomm.compile.graph import collectives
-from fusedcomm.compile.graph.layout import CannotFuse
+from fusedcomm.compile.graph.layout import refuse
 from fusedcomm.compile.graph.matmuls import DTYPES
 from fusedcomm.compile.graph.rewrite import Rewriter
 from fusedcomm.compile.graph.split_cat import argument_of
@@ -26,10 +26,8 @@ def rewrite(rewriter: Rewriter, start: Node) -> Node:
     """
     kind, sent = collectives.STARTS[start.target], argument_of(start, "input")  # type: ignore[index]
     dtype, reduce_op = value(sent).dtype, argument_of(start, "reduce_op")
-    if dtype not in (*DTYPES, *(BYTES if reduce_op is None else ())):
-        raise CannotFuse(f"no op sends {dtype}")
-    if reduce_op not in (None, *REDUCE_OPS):
-        raise CannotFuse(f"reduce_op must be sum or avg, got {reduce_op}")
+    refuse(dtype not in (*DTYPES, *(BYTES if reduce_op is None else ())), f"no op sends {dtype}")
+    refuse(reduce_op not in (None, *REDUCE_OPS), f"reduce_op must be sum or avg, got {reduce_op}")
     others = (*collectives.group_of(start), wire.of(start))
     with rewriter.before(start, like=start):
         x = sent if value(sent).ndim else rewriter.reshape(sent, [1])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.fx import Graph, Node
 
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hint, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, hint, refuse, size_of
 from fusedcomm.compile.graph.split_cat import argument_of, index_of
 from fusedcomm.compile.graph.views import block, value
 from fusedcomm.memory import group
@@ -95,8 +95,7 @@ def read(start: Node) -> Collective:
     kind = STARTS[start.target]  # type: ignore[index]
     if reason := start.meta.get(UNEVEN):
         raise CannotFuse(reason)
-    if start.kwargs:
-        raise CannotFuse("its arguments are given by name")
+    refuse(start.kwargs, "its arguments are given by name")
     users = list(start.users)
     if len(users) != 1 or users[0].target is not functional.wait_tensor.default:
         raise CannotFuse("its result is not waited for by one wait_tensor")
@@ -109,8 +108,7 @@ def group_of(start: Node) -> tuple[int, str]:
     if not isinstance(group_name, str):
         raise CannotFuse("its group is not known when the graph is compiled")
     group_size = size_of_group(group_name)
-    if group_size == 1:
-        raise CannotFuse("its group has one rank: nothing is exchanged")
+    refuse(group_size == 1, "its group has one rank: nothing is exchanged")
     if kind_of(start) == "all_to_all":
         _check_even_splits(start, group_size)
     return group_size, group_name
@@ -177,8 +175,7 @@ def _check_even_splits(start: Node, group_size: int) -> None:
     """Raises CannotFuse where the parts of an all_to_all are not known to be equal."""
     rows = value(argument_of(start, "input")).shape[0]
     received, sent = (_sizes(start, name) for name in SPLITS)
-    if None in (*received, *sent):
-        raise CannotFuse("its splits are not known when the graph is compiled")
+    refuse(None in (*received, *sent), "its splits are not known when the graph is compiled")
     for values in (received, sent):
         even = len(set(values)) == 1 and len(values) == group_size and _is_block(values[0], rows, group_size)
         if not even or 0 in values:  # all 0: it may be that this rank alone has no part

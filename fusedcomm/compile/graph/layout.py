@@ -23,6 +23,11 @@ class CannotFuse(Exception):
     """Why something is left as it is, in words for the user."""
 
 
+def refuse(condition: object, reason: str) -> None:
+    if condition:
+        raise CannotFuse(reason)
+
+
 class Factor:
     """A factor of a dim's size; once split, its parts replace it everywhere."""
 
@@ -49,8 +54,7 @@ class Layout:
     @staticmethod
     def of(shape: Sequence[int | torch.SymInt]) -> Layout:
         sizes = [size_of(s) for s in shape]
-        if 0 in sizes:
-            raise CannotFuse("it has no elements")
+        refuse(0 in sizes, "it has no elements")
         return Layout(tuple(() if size == 1 else (Factor(size),) for size in sizes))
 
     @property
@@ -84,8 +88,7 @@ class Layout:
             left[0].parts = tuple(Factor(size) for size in sizes)
             first += [(part,) for part in left[0].parts]
             left = []
-        if left:
-            raise CannotFuse(f"its elements do not fill {list(shape)}")
+        refuse(left, f"its elements do not fill {list(shape)}")
         return Layout((*first, *last))
 
     def permute(self, dims: Iterable[int]) -> Layout:
@@ -96,8 +99,7 @@ class Layout:
         if inner is not None and len(self.dims[dim]) == 1 and quotient(self.dims[dim][0].size, size) is None:
             self.dims[dim][0].parts = Factor(size), Factor(inner)  # symbols hide that it is their product
         (factor, *more), _ = take(list(self.dims[dim]), size)
-        if more:
-            raise CannotFuse(f"the {size} blocks of dim {dim} are not one part of any dim")
+        refuse(more, f"the {size} blocks of dim {dim} are not one part of any dim")
         return factor
 
     def without(self, factor: Factor) -> Layout:
@@ -115,8 +117,7 @@ def take(factors: list[Factor], size: Size) -> tuple[list[Factor], list[Factor]]
     """Split factors into (leading ones with product ``size``, the rest); splits a factor on the border."""
     taken: list[Factor] = []
     while size != 1:
-        if not factors:
-            raise CannotFuse(f"its elements do not fill a dim of {size}")
+        refuse(not factors, f"its elements do not fill a dim of {size}")
         factor, *rest = factors
         if (left := quotient(size, factor.size)) is not None:
             taken, factors, size = [*taken, factor], rest, left

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Node
 from torch.nn.functional import ScalingType
 
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, refuse, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter, group_factors, returned, sizes
-from fusedcomm.compile.graph.split_cat import argument_of, part
+from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.graph.views import along, joined_by, path_back, sizes_of, value
 from fusedcomm.plan.scaling import VALUES
 
@@ -108,13 +108,10 @@ def matmul(node: Node) -> Product:
     """Reads mm, addmm, bmm, baddbmm or _scaled_mm. Raises CannotFuse where no op of fusedcomm computes it."""
     if node.op == "call_function" and node.target in SCALED:
         return _scaled(node)
-    if node.target is aten.cat.default and part(next(iter(node.all_input_nodes))) is not None:
-        raise CannotFuse("what is exchanged is not the result of a matmul but parts that are not known to be all of it")
     if node.op != "call_function" or node.target not in MATMULS:
         raise CannotFuse(f"what is exchanged is not the result of a matmul but of {name_of(node)}")
     *bias, x, w = node.args
-    if any(node.kwargs.get(scale, 1) != 1 for scale in ("alpha", "beta")):
-        raise CannotFuse(f"{name_of(node)} scales its operands")
+    refuse(any(node.kwargs.get(scale, 1) != 1 for scale in ("alpha", "beta")), f"{name_of(node)} scales its operands")
     dtype = value(node).dtype
     if dtype not in DTYPES or value(x).dtype != dtype:  # type: ignore[arg-type]
         raise CannotFuse(f"the matmul's dtype is {dtype}, and must be float32, float16 or bfloat16")
@@ -134,19 +131,11 @@ def _scaled(node: Node) -> Product:
     scales = [each[0] if isinstance(each, (list, tuple)) else each for each in (given("scale_a"), given("scale_b"))]
     shapes, (m, n) = [sizes_of(value(each)) for each in scales], sizes_of(y)
     is_one, by_row = (all(size == 1 for shape in shapes for size in shape), shapes == [[m, 1], [1, n]])
-    special = [
-        given("scale_result"),
-        given("contraction_dim"),
-        *(given("swizzle_a") or ()),
-        *(given("swizzle_b") or ()),
-    ]
+    swizzles = [each for name in ("swizzle_a", "swizzle_b") for each in given(name) or ()]
+    special = [given("scale_result"), given("contraction_dim"), *swizzles]
     plain = not any(special) and all(value(each).dtype == torch.float32 for each in scales)
     if not (plain and (is_one or by_row) and recipes in ({*()}, {"TensorWise"}, {"RowWise"})):
-        named = " and ".join(sorted(recipes)) or f"of shapes {shapes[0]} and {shapes[1]}"
-        raise CannotFuse(
-            f"the scales of {name_of(node)} are {named}, and must be TensorWise or RowWise, in float32, not swizzled, "
-            "and of the operands alone"
-        )
+        raise CannotFuse("the scales must be TensorWise or RowWise, in float32, not swizzled, of the operands alone")
     layout = Layout.of(y.shape)
     of_bias = None if bias is None else _bias(bias, node)
     made = Scales(scales[0], scales[1], by_row and not is_one, bool(given("use_fast_accum")))
@@ -182,14 +171,11 @@ def check_single_use(path: list[Node], user: Node) -> None:
 
 
 def _sum(node: Node, a: Product, b: Product) -> Product:
-    if not value(a.node).dtype == value(b.node).dtype == value(node).dtype:
-        raise CannotFuse("it is the sum of matmuls of different dtypes")
-    if any(each.bias is not None or each.batched or each.scales for each in (a, b)):
-        raise CannotFuse("it is the sum of matmuls with biases, batches or scales")
-    if a.y.shape != b.y.shape or [f.size for f in a.layout.order] != [f.size for f in b.layout.order]:
-        raise CannotFuse("it is the sum of matmuls of different shapes")
-    if a.layout.order != a.y.order or b.layout.order != b.y.order:
-        raise CannotFuse("it is the sum of transposed matmuls")
+    forms = [(each.y.shape, [f.size for f in each.layout.order], value(each.node).dtype) for each in (a, b)]
+    is_plain = all(each.bias is None and not (each.batched or each.scales) for each in (a, b))
+    in_order = all(each.layout.order == each.y.order for each in (a, b))
+    if not (is_plain and in_order and forms[0] == forms[1] and forms[0][2] == value(node).dtype):
+        raise CannotFuse("it is the sum of matmuls with other shapes, dtypes, biases, batches, scales or transposes")
     return Product(node, a.xs + b.xs, a.ws + b.ws, None, a.y, a.layout)
 
 
@@ -217,10 +203,8 @@ def _broadcasts(bias: Node) -> bool:
 
 
 def _bias(bias: Node, node: Node) -> Node:
-    if not _broadcasts(bias):
-        raise CannotFuse(f"what {name_of(node)} adds is not one number per column")
-    if value(bias).dtype != value(node).dtype:
-        raise CannotFuse("the bias has another dtype than the matmul")
+    refuse(not _broadcasts(bias), f"what {name_of(node)} adds is not one number per column")
+    refuse(value(bias).dtype != value(node).dtype, "the bias has another dtype than the matmul")
     return bias
 
 

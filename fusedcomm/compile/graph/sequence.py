@@ -1,8 +1,4 @@
-"""The sequence of a graph's collectives, and the consent of all ranks to another one.
-
-Ranks compile apart, and their programs may differ. Their collectives must match: a rewrite that merges, moves or
-reorders collectives happens on all ranks of a group, or on none.
-"""
+"""The sequence of a graph's collectives, and the consent of all ranks to another one."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -17,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from fusedcomm.compile.graph.collectives import group_name_of, is_op, kind_of
+from fusedcomm.compile.graph.collectives import group_name_of, is_op, kind_of, memberships
 from fusedcomm.compile.graph.layout import Size, size_of
 from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.memory import consent, group
@@ -103,9 +99,8 @@ class Sequence:
 
 def labels() -> dict[str, str]:
     """A name for each group that its ranks share: how far its ranks are apart."""
-    ranks = {pg.group_name: c10d.get_process_group_ranks(pg) for pg in _known_groups()}
-    apart = {name: [b - a for a, b in pairwise(each)] for name, each in ranks.items()}
-    return {name: f"group of {len(ranks[name])}, {steps} apart" for name, steps in apart.items()}
+    groups = ((name, ranks, [b - a for a, b in pairwise(ranks)]) for name, _, ranks in memberships())
+    return {name: f"group of {len(ranks)}, {apart} apart" for name, ranks, apart in groups}
 
 
 def communicating(graph: Graph) -> list[Node]:
@@ -117,17 +112,13 @@ def _line(node: Node) -> str:
     return f"{node.target} {argument_of(node, 'reduce_op')} {labels().get(name, name)}"
 
 
-def _known_groups() -> list[ProcessGroup]:
-    return [pg for pg in c10d._world.pg_map if pg.rank() >= 0]
-
-
 def _witnesses(names: set[str]) -> list[ProcessGroup]:
     """The groups that have all ranks of one of these groups; of several with equal ranks, the first made."""
-    groups = {str(pg.group_name): tuple(c10d.get_process_group_ranks(pg)) for pg in _known_groups()}
+    groups = {name: tuple(ranks) for name, _, ranks in memberships()}
     concerned = [set(groups[name]) for name in names if name in groups]
     found: dict[tuple[int, ...], ProcessGroup] = {}
-    for pg in _known_groups():
-        if any(each <= set(groups[pg.group_name]) for each in concerned):
+    for pg in c10d._world.pg_map:  # in the order in which they were made
+        if any(each <= set(groups.get(pg.group_name, ())) for each in concerned):
             found.setdefault(groups[pg.group_name], pg)
     return list(found.values())
 

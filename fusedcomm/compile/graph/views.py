@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fusedcomm.compile.graph import split_cat
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, size_of
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, Size, quotient, refuse, size_of
 from fusedcomm.compile.graph.split_cat import SELECT, SLICE, Part, args_of, part
 
 aten = torch.ops.aten
@@ -255,6 +255,5 @@ def follow(node: Node, layout: Layout) -> list[tuple[Node, Layout]]:
 def block(layout: Layout, num_blocks: int) -> Factor:
     """The factor that tells apart the blocks along dim 0, which collectives cut and join."""
     dim = layout.shape[0] if layout.dims else 1
-    if quotient(dim, num_blocks) is None:
-        raise CannotFuse(f"its dim 0, of size {dim}, is not known to be divisible by {num_blocks}")
+    refuse(quotient(dim, num_blocks) is None, f"its dim 0, of size {dim}, is not known to be divisible by {num_blocks}")
     return layout.leading(0, num_blocks)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ class MeshGroup:
 
     name: str
     dims: tuple[int, ...]  # ascending
-    order: tuple[int, ...] | None  # dims in the order in which coordinates are row-major in every such group, if any
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class FlattenedMesh:
 def flatten(meshes: DeviceMesh | Sequence[DeviceMesh]) -> tuple[FlattenedMesh, ...]:
     """Make the groups that are missing. To be called on all ranks, for the same meshes in the same order.
 
-    Raises ValueError for no mesh, or a mesh without this rank.
+    Raises ValueError for no mesh, a mesh without this rank, or one whose ranks do not ascend.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -55,29 +53,19 @@ def flatten(meshes: DeviceMesh | Sequence[DeviceMesh]) -> tuple[FlattenedMesh, .
     for mesh in given:
         if mesh.get_coordinate() is None:
             raise ValueError(f"merge must name meshes that contain this rank, {dist.get_rank()}, got {mesh}")
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):  # a rank's place in each group would be another than its coordinates'
+            raise ValueError(f"meshes in merge must have their ranks in ascending order, got {mesh}")
     return tuple(map(_flatten, given))
 
 
 def _flatten(mesh: DeviceMesh) -> FlattenedMesh:
     from fusedcomm.redistribution.mesh_groups import flattened
 
-    ranks = np.array(mesh.mesh.tolist())
-    several = [d for d, size in enumerate(ranks.shape) if size > 1]
+    several = [d for d, size in enumerate(mesh.mesh.shape) if size > 1]
     groups = []
     for num_dims in range(1, len(several) + 1):
         for dims in combinations(several, num_dims):
             pg = mesh.get_group(dims[0]) if num_dims == 1 else flattened(mesh, dims).pg
-            members = dist.get_process_group_ranks(pg)
-            if members != sorted(members):
-                raise ValueError(f"groups of a mesh in merge must have their ranks in ascending order, got {members}")
-            groups.append(MeshGroup(pg.group_name, dims, _order(ranks, dims)))
-    return FlattenedMesh(ranks.shape, tuple(groups))
-
-
-def _order(ranks: np.ndarray, dims: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The ``order`` of a MeshGroup; None if no order of dims makes global ranks ascend in every group."""
-    first = np.moveaxis(ranks, dims, range(len(dims))).reshape(*(ranks.shape[d] for d in dims), -1)[..., 0]
-    strides = [np.take(first, 1, axis).flat[0] - first.flat[0] for axis in range(len(dims))]
-    order = tuple(dims[i] for i in sorted(range(len(dims)), key=lambda i: -strides[i]))
-    groups = np.moveaxis(ranks, order, range(-len(dims), 0)).reshape(-1, first.size)
-    return order if (np.diff(groups) > 0).all() else None
+            groups.append(MeshGroup(pg.group_name, dims))
+    return FlattenedMesh(tuple(mesh.mesh.shape), tuple(groups))

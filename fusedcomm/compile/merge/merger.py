@@ -1,8 +1,6 @@
 """Collectives that follow each other over different dims of one mesh become one over these dims together.
 
-DTensor, for example, communicates one mesh dim at a time. `mesh_moves` has the rules, and why no more is sent; the
-groups exist already (`flattened_mesh`). In a chain, each next collective is the only reader of the last one's result,
-rearranged. Merged reductions add in another order.
+In a chain, each next collective is the only reader of the last one's result, rearranged.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -163,13 +161,12 @@ def _sent_and_received(moves: Moves, kind: str, group: MeshGroup, layout: Layout
     """Layouts (sent, received) of a merged collective, for a tensor of the given layout."""
     if kind == "all_reduce":
         return layout, layout
-    assert group.order is not None
     by_dim = dict(moves.by_dim)
-    sources = tuple(factor for d in group.order if (factor := by_dim[d].sources) is not None)
+    sources = tuple(factor for d in group.dims if (factor := by_dim[d].sources) is not None)
     if kind == "all_gather":
         first, *others = layout.dims or ((),)
         return Layout((first, *others)), Layout(((*sources, *first), *others))
-    blocks = tuple(factor for d in group.order if (factor := by_dim[d].blocks) is not None)
+    blocks = tuple(factor for d in group.dims if (factor := by_dim[d].blocks) is not None)
     rest = layout
     for factor in (leaf for block in blocks for leaf in block.leaves()):
         rest = rest.without(factor)

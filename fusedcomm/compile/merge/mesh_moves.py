@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fusedcomm.compile.graph.collectives import Collective
-from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout
+from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, refuse
 from fusedcomm.compile.graph.views import value
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, MeshGroup
 from fusedcomm.redistribution.sharding import REDUCE_OPS
@@ -61,7 +61,7 @@ class Moves:
             self._check_reduction(collective)
         layout, moves = self.layout, dict(self.by_dim)
         new = {}
-        for d in group.dims if collective.kind == "all_reduce" else _order_of(group):
+        for d in group.dims:
             blocks = None
             if collective.kind in ("all_to_all", "reduce_scatter"):
                 blocks = self._blocks(layout, 0, self.mesh.sizes[d])
@@ -75,12 +75,7 @@ class Moves:
         return Moves(self.mesh, layout, tuple(moves.items()), sent)
 
     def merged(self) -> list[tuple[str, MeshGroup]]:
-        """The collectives that do these moves, at most one of each kind, in their order. Raises CannotFuse.
-
-        Moves other than all_reduce commute only if a rank's place in the group of a mesh dim is its coordinate.
-        """
-        if any(kind != "all_reduce" for kind, _ in self.sent):
-            _order_of(self.mesh.of(d for d, _ in self.by_dim))
+        """The collectives that do these moves, at most one of each kind, in their order."""
         found = []
         for kind in KINDS:
             dims = [d for d, move in self.by_dim if move.kind == kind]
@@ -117,10 +112,8 @@ class Moves:
 
     def _check_reduction(self, collective: Collective) -> None:
         op = str(collective.reduce_op)
-        if op not in REDUCE_OPS:
-            raise CannotFuse(f"its reduce_op must be one of {', '.join(REDUCE_OPS)}, got {op}")
-        if op == "avg" and not value(collective.sent).dtype.is_floating_point:
-            raise CannotFuse("it rounds averages of integers")
+        refuse(op not in REDUCE_OPS, f"its reduce_op must be one of {', '.join(REDUCE_OPS)}, got {op}")
+        refuse(op == "avg" and not value(collective.sent).dtype.is_floating_point, "it rounds averages of integers")
         for _, move in self.by_dim:
             if move.reduce_op is not None and merged_op([move.reduce_op, op]) is None:
                 raise CannotFuse(f"{op} of {move.reduce_op} is no one reduction")
@@ -157,9 +150,3 @@ def _after(move: Move | None, collective: Collective, blocks: Factor | None, siz
         return Move("all_reduce", reduce_op=move.reduce_op), move.blocks
     sources = Factor(size) if kind in ("all_gather", "all_to_all") else None
     return Move(kind, blocks, sources, collective.reduce_op), sources
-
-
-def _order_of(group: MeshGroup) -> tuple[int, ...]:
-    if group.order is None:
-        raise CannotFuse(f"the ranks of mesh dims {group.dims} together are in no order of the dims")
-    return group.order

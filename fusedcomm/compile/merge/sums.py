@@ -1,8 +1,4 @@
-"""``all_reduce(a) + all_reduce(b)`` becomes ``all_reduce(a + b)``, which sends half as much; so does reduce_scatter.
-
-A layer under tensor parallelism makes such sums in its backward: the gradient of the common input of q, k and v is
-reduced once for each. If a and b are results of matmuls, one op of fusedcomm does both matmuls and their reduction.
-"""
+"""``all_reduce(a) + all_reduce(b)`` becomes ``all_reduce(a + b)``, which sends half as much; so does reduce_scatter."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

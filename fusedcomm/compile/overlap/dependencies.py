@@ -1,9 +1,6 @@
 """Dependencies between nodes beyond their arguments: writes, effects, messages.
 
-A node that writes to memory stays after every earlier use of this memory, and before every later one. A wait reads and
-writes the same memory as its start: until the wait, the collective may still do so.
-
-Where peers have other graphs, all communication keeps the order of the program, common to all ranks.
+A wait reads and writes the same memory as its start: until the wait, the collective may still do so.
 """
 
 from collections.abc import Sequence

@@ -1,18 +1,4 @@
-"""The time of each node of a graph. Nothing is run: formulas and a few constants of the machine give the times.
-
-    matmul             `cost.model.Constants.matmul`: max(FLOP / rate, bytes / memory bandwidth) + overhead, in tiles
-    attention,         the same from torch's FLOP formulas (torch.utils.flop_counter), without tiles
-    convolution, ...
-    any other kernel   bytes read and written (`node_work`) / bandwidth of a copy + overhead
-    view, wait, ...    0
-    collective         on GPUs the alpha-beta model of `cost.links`; inside a node with tuned numbers, and on CPUs,
-                       `cost.model.Constants.collective`
-    fused ops          the matmul beside its transfer; the best of `cost.model.estimate`, as the planner chooses, or
-                       `cost.in_pieces` between nodes. CPU groups count as inside one
-
-The numbers are the defaults of `cost`, results of `fusedcomm tune`, or the user's own, by node. Inductor's config gives
-``intra_node_bw``, if it is set and nothing is tuned, and ``inter_node_bw``, in GB/s of one rank, one way. They are read
-when an Estimator is made. An Estimator never changes, and two with the same digest give the same times.
+"""The time of each node of a graph, by formulas and a few constants of the machine (docs/overlap.md). Nothing is run.
 
 Ranks must agree, or they order their collectives differently: see `Estimator.agreed`.
 """
@@ -24,7 +10,6 @@ import hashlib
 import json
 import math
 import operator
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -276,7 +261,7 @@ class Estimator:
     # agreement between ranks
 
     def agreed(self, group: Any = None) -> Estimator:
-        """Return an Estimator equal on all ranks: of each number that differs, the median of the ranks that have it.
+        """Return an Estimator equal on all ranks: the first one's, where they differ.
 
         It is a collective.
 
@@ -298,9 +283,8 @@ class Estimator:
             values = [fact[name] for fact in facts]
             if len(set(values)) > 1:
                 raise ValueError(f"{name} must be the same on all ranks, got {values} by rank")
-        merged = _median(facts)
         same = copy.copy(self)
-        vars(same).update(merged, constants=Constants(**merged["constants"]))
+        vars(same).update(facts[0], constants=Constants(**facts[0]["constants"]))
         return same
 
 
@@ -357,20 +341,6 @@ def _peers(of: Any) -> dist.ProcessGroup | None:
         return None
     pg = group.find(group.resolve(of)[1])
     return None if pg.size() == 1 or dist.get_backend(pg) == "fake" else pg
-
-
-def _median(values: list[Any]) -> Any:
-    """The median of JSON values, by key. A boolean is true if all are, a text is the first in order."""
-    first = values[0]
-    if isinstance(first, dict):
-        keys = sorted({key for value in values for key in value})
-        return {key: _median([value[key] for value in values if key in value]) for key in keys}
-    if isinstance(first, bool):
-        return all(values)
-    if isinstance(first, str):
-        return min(values)
-    integers = all(isinstance(value, int) for value in values)
-    return statistics.median_low(values) if integers else statistics.median(values)
 
 
 def _is_awaited(start: Node) -> bool:

@@ -1,12 +1,8 @@
 """Inductor's generated code keeps the order of a scheduled graph: collectives, waits, matmuls and other whole kernels.
 
-Inductor moves kernels when it fuses pointwise ops (a fused kernel stands where its first op stood, and pulls up its
-inputs, such as a wait) and when it looks for an order of less memory. So each whole kernel depends on the one before
-it, without data, from each start to its wait: where nothing is in flight, Inductor finds the order of least memory as
-it would without this pass. Starts depend on their data alone: Inductor keeps their order, and reduces in place.
-Pointwise kernels and reductions fuse, and move, as far as the others leave them room.
-
-Importing this imports Inductor, which takes a second.
+Where nothing is in flight, Inductor finds the order of least memory as it would without this pass. Starts depend on
+their data alone: Inductor keeps their order, and reduces in place. Pointwise kernels and reductions fuse, and move, as
+far as the others leave them room. Importing this imports Inductor, which takes a second.
 """
 
 import operator

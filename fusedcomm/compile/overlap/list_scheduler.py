@@ -1,15 +1,8 @@
 """Finds a better order of a program: collectives start early, are waited for late, and have other compute beside them.
 
-This is list scheduling along the order as it is, with the simulator's clock. At each step:
-
-1. A collective is started as soon as its result is needed soon and its operand is available: so early that all
-   collectives on its link, one after the other, end in time; and never so early that memory exceeds the budget.
-2. The first node that can run does. A wait can run when its collective has ended. Until then, nodes that depend on it
-   are left aside and later ones run, but none that takes much longer than the rest of the wait.
-3. If no node can run, or memory has room for the next node of the old order only, that one runs, and waits.
-
-Nodes left aside can run at any time: that leads back to the memory of the old order. Early starts and early results
-cannot be taken back, so their memory is checked against all of the old order that they pass.
+If no node can run, or memory has room for the next node of the old order only, that one runs, and waits: nodes left
+aside can run at any time, which leads back to the memory of the old order. Early starts and early results cannot be
+taken back, so their memory is checked against all of the old order that they pass.
 """
 
 import heapq

@@ -1,9 +1,7 @@
 """The memory that an order of a graph needs: allocations of each node, and frees after the last use.
 
-Tensors that share a storage, as views do, count once. A wait returns its start's allocation, and the start's operands
-live until the wait. The fake tensors of a wait, and of a graph that was traced with real tensors, have storages of
-their own: there the schemas say which results are views. Inputs belong to the caller, except tensors that a forward
-graph has saved for its backward: they are freed after their last use. Results live until the end.
+The fake tensors of a wait, and of a graph that was traced with real tensors, have storages of their own: there the
+schemas say which results are views. Results live until the end.
 """
 
 from __future__ import annotations

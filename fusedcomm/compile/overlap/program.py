@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 from torch.fx import Graph, Node
@@ -34,29 +33,11 @@ class Program:
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def moved_to(self, graph: Graph) -> Program | None:
-        """The same program with the nodes of another graph, if that is equal to its own."""
-        nodes = list(graph.nodes)
-        if _shape(nodes) != _shape(self.nodes):
-            return None
-        program = copy.copy(self)
-        program.graph, program.nodes = graph, nodes
-        return program
-
     @property
     def starts(self) -> list[int]:
         """The collectives that run beside the compute stream."""
         waited = {start for starts in self.waits_for for start in starts}
         return [i for i, cost in enumerate(self.costs) if i in waited and cost.fused_ms is None]
-
-
-def _shape(nodes: list[Node]) -> list[tuple[object, list[int]]]:
-    """A graph's structure without the names of its nodes."""
-    index = {node: i for i, node in enumerate(nodes)}
-    return [
-        (node.target if node.op == "call_function" else node.op, [index[each] for each in node.all_input_nodes])
-        for node in nodes
-    ]
 
 
 def starts_of(node: Node, index: dict[Node, int]) -> list[int]:

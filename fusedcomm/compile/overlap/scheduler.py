@@ -1,16 +1,4 @@
-"""Collectives beside compute: fused where a matmul stands beside them and it pays, else started early, waited for late.
-
-    report = fusedcomm.compile.overlap.schedule(gm)
-    print(report)
-
-Every step is tried on a copy and judged by the simulator: first the order alone (`list_scheduler`); then ops of
-fusedcomm for collectives still exposed (`fuse`); then one for several (`buckets`). A step that does not shorten
-the total, or needs more memory than the budget, is not taken. So the new graph is never slower than the old one, as far
-as the estimates are right.
-
-The result depends on the graph and the estimator alone. Ranks with equal graphs and estimators (see `Estimator.agreed`)
-order the collectives of each group alike.
-"""
+"""Collectives beside compute: fused beside matmuls where it pays, else started early and waited for late."""
 
 from __future__ import annotations
 
@@ -206,13 +194,6 @@ class _Plan:
         """The plan of a changed copy of the graph."""
         return _Plan.of(Program(graph, self.estimator.cost), self.estimator, self.budget)
 
-    def moved_to(self, graph: Graph) -> _Plan:
-        """The plan for another graph with the same changes."""
-        program = self.program.moved_to(graph)
-        if program is None:
-            return self.of_trial(graph)
-        return replace(self, program=program, timeline=run(program, self.order))
-
     def better_than(self, other: _Plan) -> bool:
         return self.timeline.total_ms < other.timeline.total_ms and self.timeline.peak_bytes <= self.budget
 
@@ -288,7 +269,7 @@ def _fuse_exposed(fuser: Fuser, plan: _Plan, ops: Sequence[str]) -> tuple[_Plan,
     if chosen is None:
         return _unfused(fuser, plan, ops, lambda start: told.get(start.name) or reject(start) or "it would not pay")
     fused = [_with_savings(each, losses, lines) for each in fuser.fuse(ops, chosen)]
-    return best.moved_to(plan.graph), fused
+    return plan.of_trial(plan.graph), fused
 
 
 def _unfused(fuser: Fuser, plan: _Plan, ops: Sequence[str], reason: Callable[[Node], str]) -> tuple[_Plan, list[Fused]]:
@@ -337,6 +318,6 @@ def _bucket_exposed(plan: _Plan) -> tuple[_Plan, dict[str, buckets.Bucket]]:
     if not trial.better_than(plan):
         return plan, {}
     merged = buckets.rewrite(plan.graph, found)
-    plan = trial.moved_to(plan.graph)
+    plan = plan.of_trial(plan.graph)
     plan.apply()
     return plan, merged

@@ -1,12 +1,4 @@
-"""Simulates an order of a graph: one compute stream, the links, and the memory.
-
-The compute stream runs the nodes one after the other. The start of a collective takes no time on it: the collective
-runs on its link, after earlier ones of its group. Groups that send over one link at once share its bandwidth evenly. A
-wait holds the compute stream until the collective has ended; that time is exposed. An op of fusedcomm computes and
-sends at the same time, and is exposed as far as it takes longer than its matmul.
-
-Left out: the SMs and the memory bandwidth that a collective takes from compute, and launches on the host.
-"""
+"""Simulates an order of a graph: one compute stream, the links, and the memory. `docs/overlap.md` has the model."""
 
 from collections import deque
 from collections.abc import Sequence
