@@ -45,8 +45,9 @@ def _register(spec: OpSpec) -> None:
             lib.impl(name, partial(refuse_transforms, spec.name), key)
     if native is not None:
         packet = getattr(torch.ops.fusedcomm, spec.name)
-        for each in (packet, packet.default):
-            each._op = native.direct_call(f"fusedcomm::{spec.name}", each._op)
+        for each, overload in ((packet, ""), (packet.default, ""), (getattr(packet, "out", None), "out")):
+            if each is not None:
+                each._op = native.direct_call(f"fusedcomm::{spec.name}", overload, each._op)
         torch.jit._builtins._register_builtin(packet._op, f"fusedcomm::{spec.name}")  # as torch has its own
 
 
