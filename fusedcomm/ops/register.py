@@ -62,6 +62,8 @@ def _define_out(spec: OpSpec) -> None:
     lib.define(f"{spec.name}.out{schema}", tags=tags)
     _register_kernel(spec, "out")
     lib.impl(f"{spec.name}.out", partial(_out_below_autograd, spec), "Autograd")
+    if native is not None:
+        _native_kernels.append(native.register_writing_kernel(f"fusedcomm::{spec.name}"))
 
 
 def _register_kernel(spec: OpSpec, overload: str) -> None:
@@ -118,7 +120,8 @@ def _out_below_autograd(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     refuse_grad(f"{spec.name}.out", *args, *outs.values())
     with torch._C._AutoDispatchBelowAutograd():
         getattr(torch.ops.fusedcomm, spec.name).out(*args, **outs)
-    torch.autograd.graph.increment_version(outs.values())
+    if native is None:
+        torch.autograd.graph.increment_version(outs.values())
     return spec.returned([*outs.values()])
 
 
