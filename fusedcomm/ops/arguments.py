@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fusedcomm.memory.group import resolve
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.call_check import is_traced, tell_peers
 from fusedcomm.plan.scaling import check_out_dtype
 
@@ -81,9 +82,9 @@ def check_types(
             if not isinstance(out_dtype, torch.dtype):
                 raise TypeError(f"out_dtype must be a torch.dtype, got {_short(out_dtype)}")
             check_out_dtype(out_dtype)
-        if out is not None or residual_out is not None:
-            inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "norm_weight": norm_weight}
-            _check_apart({"out": out, "residual_out": residual_out}, inputs)
+        for name, each in (("out", out), ("residual_out", residual_out)):
+            if each is not None:
+                check_tensor(name, each)
     except (TypeError, ValueError) as error:
         if op and isinstance(x, Tensor):
             tell_peers(op, resolve(group)[1], x, error)
@@ -104,22 +105,18 @@ def check_splits(gather_splits: Any, gather_size: Any, scatter_splits: Any = Non
             raise ValueError("at most one of scatter_splits and scatter_ranges may be given, got both")
 
 
-def _check_apart(outs: dict[str, Any], inputs: dict[str, Any]) -> None:
-    """Raise TypeError unless outs are tensors or None, ValueError if one overlaps another tensor; residual_out may be
-    the residual.
-    """
-    for name, out in outs.items():
-        if out is not None:
-            check_tensor(name, out)
-    if any(out is not None and is_traced(out) for out in outs.values()):
+def check_apart(args: Arguments) -> None:
+    """Raise ValueError if a tensor that is written overlaps another one; residual_out may be the residual."""
+    if any(map(is_traced, args.outs.values())):
         return  # without addresses
-    spans = {name: _span(t) for name, t in (inputs | outs).items() if isinstance(t, Tensor)}
-    if spans.get("residual_out") == spans["residual"] and inputs["residual"].is_contiguous():
+    names = "x", "w", "bias", "partial_bias", "residual", "norm_weight", "scale_x", "scale_w", *args.outs
+    spans = {name: _span(t) for name in names if isinstance(t := getattr(args, name), Tensor)}
+    if args.residual is not None and spans["residual"] == spans.get("residual_out") and args.residual.is_contiguous():
         del spans["residual"]
     in_order = sorted(spans.values())
     if all(end <= start for (_, end), (start, _) in pairwise(in_order)):  # most calls
         return
-    for name in [name for name in outs if name in spans]:
+    for name in args.outs:
         for other, (start, stop) in spans.items():
             if other != name and max(start, spans[name][0]) < min(stop, spans[name][1]):
                 raise ValueError(f"{name} must not overlap {other}")

@@ -18,9 +18,11 @@ from fusedcomm.ops.table import OpSpec
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import CALL, Plan
-from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.forced import Forced, force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import calls
+
+How = tuple[str, str | None, Forced]  # the last arguments of `planner.plan`
 
 
 def prepare(
@@ -33,6 +35,7 @@ def prepare(
     key: Hashable = None,
     wire: str = CALL,
     multiplied: str | None = None,
+    forced: Forced | None = None,
 ) -> tuple[Plan, Member | None]:
     """The plan of a call, kept under ``key`` or new, and this rank's Member. A group's first call is a collective."""
     pg = group.check_size(exchange.group_size, group_name)
@@ -40,7 +43,7 @@ def prepare(
         raise ValueError(f"rank must be this process' rank in the group, {pg.rank()}, got {exchange.cut.rank}")
     ours = member(group_name, device, record) if exchange.group_size > 1 else None
     kept = None if ours is None else ours.plans.get(key)
-    return kept or planner.plan(op, exchange, dtype, ours, wire, multiplied), ours
+    return kept or planner.plan(op, exchange, dtype, ours, wire, multiplied, forced), ours
 
 
 def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]:
@@ -61,12 +64,15 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
         about = spec.name, args.group_name, x.device, exchange, dtype
         with dumps.on_failure(), flight_recorder.Record(*about) as record:
             kind = kind_of(spec, args)
-            key = kind, force_algorithm.current, is_for_capture(x.device)
-            how = args.wire, spec.multiplied(args, exchange)
+            forced = force_algorithm.current  # once: another thread may change it
+            if seen is not None:
+                seen.forced = forced
+            key = kind, forced, is_for_capture(x.device)
+            how = args.wire, spec.multiplied(args, exchange), forced
             plan, ours = prepare(spec.name, exchange, dtype, x.device, args.group_name, record, key, *how)
             assert ours is not None
             with ours.lock:
-                plan, memory = _begin(spec, args, plan, ours, record, kind)
+                plan, memory = _begin(spec, args, plan, ours, record, kind, how)
                 generation = ours.generation
                 if plan.has_workspace:
                     ran = calls.run(plan, memory, *program)
@@ -81,7 +87,7 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
 
 
 def _begin(
-    spec: OpSpec, args: Arguments, plan: Plan, ours: Member, record: flight_recorder.Record, kind: Hashable
+    spec: OpSpec, args: Arguments, plan: Plan, ours: Member, record: flight_recorder.Record, kind: Hashable, how: How
 ) -> tuple[Plan, CallMemory]:
     """The collective prologue of a call: compare it, prove its algorithm, allocate. Returns (plan to run, its memory).
 
@@ -98,7 +104,6 @@ def _begin(
         if proof.is_unproved(plan, record.dtype, ours, uneven):
             ours.enter(spec.name, plan.fingerprint)
             proof.prove(record.op, plan.algorithm, record.dtype, ours, uneven)
-            how = args.wire, spec.multiplied(args, record.exchange)
             plan = planner.plan(record.op, record.exchange, record.dtype, ours, *how)  # without failed algorithms
             record.algorithm = plan.algorithm
         if not plan.has_workspace:

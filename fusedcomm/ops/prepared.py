@@ -22,11 +22,13 @@ from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory import dumps
 from fusedcomm.memory.members import known_member
 from fusedcomm.memory.workspace import Workspace
+from fusedcomm.plan.forced import Forced, number_of
 from fusedcomm.run.calls import Ran
 from fusedcomm.run.native_plan import load
 
 log = logging.getLogger("fusedcomm")
 
+FORCED = 2  # where a key has the state of `force_algorithm`
 Kernel = Callable[..., Any]  # kernel(*args, **kwargs, seen=Seen)
 
 
@@ -47,8 +49,11 @@ class Seen:
 
     ran: Ran | None = None
     record: Any = None  # the flight recorder's of all such calls
+    forced: Forced | None = None  # what `force_algorithm` said then
 
     def keep(self, calls: Any, key: list[int], arguments: Sequence[Tensor], result: Any) -> None:
+        if self.forced is None or key[FORCED] != number_of(self.forced):  # another thread has changed it
+            return
         ran = self.ran
         if ran is None or ran.plan.schedule is None:
             calls.refuse(key)
@@ -73,10 +78,7 @@ def _output(result: Any, returned: Sequence[Tensor]) -> int | list[int]:
     """Index into the plan's results; -1 for a tensor of shape [0], never among them. Lists give lists."""
     if isinstance(result, list):
         return [_output(each, returned) for each in result]  # type: ignore[misc]
-    same = (
-        i for i, each in enumerate(returned) if each is result or (result.numel() == 0 and each.shape == result.shape)
-    )
-    return next(same, -1)
+    return next((i for i, each in enumerate(returned) if each is result), -1)
 
 
 @dataclass

@@ -45,8 +45,9 @@ def _register(spec: OpSpec) -> None:
             lib.impl(name, partial(refuse_transforms, spec.name), key)
     if native is not None:
         packet = getattr(torch.ops.fusedcomm, spec.name)
-        for each in (packet, packet.default):
-            each._op = native.direct_call(f"fusedcomm::{spec.name}", each._op)
+        for each, overload in ((packet, ""), (packet.default, ""), (getattr(packet, "out", None), "out")):
+            if each is not None:
+                each._op = native.direct_call(f"fusedcomm::{spec.name}", overload, each._op)
         torch.jit._builtins._register_builtin(packet._op, f"fusedcomm::{spec.name}")  # as torch has its own
 
 
@@ -61,6 +62,8 @@ def _define_out(spec: OpSpec) -> None:
     lib.define(f"{spec.name}.out{schema}", tags=tags)
     _register_kernel(spec, "out")
     lib.impl(f"{spec.name}.out", partial(_out_below_autograd, spec), "Autograd")
+    if native is not None:
+        _native_kernels.append(native.register_writing_kernel(f"fusedcomm::{spec.name}"))
 
 
 def _register_kernel(spec: OpSpec, overload: str) -> None:
@@ -117,7 +120,8 @@ def _out_below_autograd(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     refuse_grad(f"{spec.name}.out", *args, *outs.values())
     with torch._C._AutoDispatchBelowAutograd():
         getattr(torch.ops.fusedcomm, spec.name).out(*args, **outs)
-    torch.autograd.graph.increment_version(outs.values())
+    if native is None:
+        torch.autograd.graph.increment_version(outs.values())
     return spec.returned([*outs.values()])
 
 

@@ -19,6 +19,7 @@ from fusedcomm.ops import (
     plain,
     scaled,
 )
+from fusedcomm.ops.arguments import check_apart
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
 from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.cost.model import BLOCKS, FAST_FLOAT8, FLOAT8, WIDE_FLOAT8
@@ -121,6 +122,7 @@ class OpSpec:
         if args.outs:
             for (name, out), shape in zip(args.outs.items(), self.result_shapes(args), strict=True):
                 check_out(out, args.x, shape, name, args.out_dtype)
+            check_apart(args)
 
     @property
     def is_scaled(self) -> bool:

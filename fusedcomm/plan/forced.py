@@ -5,6 +5,8 @@ from __future__ import annotations
 from fusedcomm import env
 from fusedcomm.kernels.native_part import native
 
+Forced = tuple[str | None, bool]  # an algorithm's name, and whether strictly
+
 
 class force_algorithm:  # a function to its users: force_algorithm("fused"), or in a with statement
     """Make every op of this process use an algorithm where it can run; in a ``with`` statement, inside it only.
@@ -27,7 +29,7 @@ class force_algorithm:  # a function to its users: force_algorithm("fused"), or 
             assert fusedcomm.matmul_all_reduce(x, w).shape == (4, 6)
     """
 
-    current: tuple[str | None, bool] = (None, False)
+    current: Forced = (None, False)
 
     def __init__(self, name: str | None, strict: bool = False) -> None:
         if name is not None and name not in env.ALGORITHMS:
@@ -45,4 +47,9 @@ class force_algorithm:  # a function to its users: force_algorithm("fused"), or 
     def _set(name: str | None, strict: bool) -> None:
         force_algorithm.current = (name, strict)
         if native is not None:  # part of the key of prepared calls
-            native.set_forced_algorithm(2 * (None, *env.ALGORITHMS).index(name) + strict)
+            native.set_forced_algorithm(number_of(force_algorithm.current))
+
+
+def number_of(forced: Forced) -> int:
+    name, strict = forced
+    return 2 * (None, *env.ALGORITHMS).index(name) + strict

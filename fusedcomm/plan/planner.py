@@ -43,7 +43,7 @@ from fusedcomm.plan.call_plan import CALL, Plan, fingerprint_of, wire_facts
 from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import KINDS, Constants
-from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.forced import Forced, force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange, aligned_numel
 from fusedcomm.plan.scaling import BYTES
 
@@ -77,19 +77,24 @@ def plan(
     member: Facts | None,
     wire: str = CALL,
     multiplied: str | None = None,
+    forced: Forced | None = None,
 ) -> Plan:
-    """``member`` is None for a group of one rank. ``multiplied``: as in `model.estimate`."""
-    found = _decided(op, exchange, dtype, member, multiplied)
+    """``member`` is None for a group of one rank. ``multiplied``: as in `model.estimate`. ``forced``: None is the
+    current state of `force_algorithm`.
+    """
+    found = _decided(op, exchange, dtype, member, multiplied, forced or force_algorithm.current)
     found.exchange = exchange
     if found.has_workspace:
         found.fingerprint = fingerprint_of(KINDS[op], dtype, *wire_facts(wire, exchange, found.num_rounds))
     return found
 
 
-def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, multiplied: str | None) -> Plan:
+def _decided(
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, multiplied: str | None, forced: Forced
+) -> Plan:
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
-    name, strict = force_algorithm.current
+    name, strict = forced
     name = name or member.topology.algorithm
     own, exchange = exchange, exchange.for_all
     reason = _reject_uneven(name, own, member)

@@ -2,6 +2,7 @@
 // them, which takes torch longer than a planned call.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
@@ -19,29 +20,33 @@ namespace py = pybind11;
 
 class DirectCall {
  public:
-  // `others`: torch's own call, for arguments that are not plain: subclasses, keywords, symbols, and wrong ones.
-  DirectCall(const std::string& op, py::object others)
-      : op_(c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), "")), others_(std::move(others)) {
+  // `others`: torch's own call, for arguments that are not plain: subclasses, symbols, and wrong ones.
+  DirectCall(const std::string& op, const std::string& overload, py::object others)
+      : op_(c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str())), others_(std::move(others)) {
     for (const auto& argument : op_.schema().arguments()) {
       const auto optional = argument.type()->cast<c10::OptionalType>();
-      types_.push_back({optional ? optional->getElementType() : argument.type(), optional != nullptr, argument.default_value()});
+      const auto type = optional ? optional->getElementType() : argument.type();
+      types_.push_back({argument.name(), type, optional != nullptr, argument.default_value()});
+      num_positional_ += !argument.kwarg_only();
     }
   }
 
   py::object operator()(const py::args& args, const py::kwargs& kwargs) const {
     std::vector<c10::IValue> stack;
     stack.reserve(types_.size());
-    bool plain = kwargs.empty() && args.size() <= types_.size() && !at::impl::torch_function_mode_enabled();
+    bool plain = args.size() <= num_positional_ && !at::impl::torch_function_mode_enabled();
+    size_t num_named = 0;
     try {
-      for (size_t i = 0; plain && i < args.size(); ++i) plain = push(types_[i], PyTuple_GET_ITEM(args.ptr(), i), stack);
+      for (size_t i = 0; plain && i < types_.size(); ++i) {
+        const bool is_named = i >= args.size();
+        PyObject* given = is_named ? PyDict_GetItemString(kwargs.ptr(), types_[i].name.c_str()) : PyTuple_GET_ITEM(args.ptr(), i);
+        num_named += is_named && given != nullptr;
+        plain = push(types_[i], given, stack);
+      }
     } catch (const py::cast_error&) {  // a number beyond 64 bits, or a text that is no UTF-8: torch names it
       plain = false;
     }
-    for (size_t i = args.size(); plain && i < types_.size(); ++i) {
-      plain = types_[i].default_value.has_value();
-      if (plain) stack.push_back(*types_[i].default_value);
-    }
-    if (!plain) return others_.get()(*args, **kwargs);
+    if (!plain || num_named != kwargs.size()) return others_.get()(*args, **kwargs);
     {
       const WithoutGil no_gil;
       op_.callBoxed(&stack);
@@ -54,13 +59,18 @@ class DirectCall {
 
  private:
   struct Type {
+    std::string name;
     c10::TypePtr type;
     bool optional;
     std::optional<c10::IValue> default_value;
   };
 
-  // False for what is not plainly of the type.
+  // False for what is not plainly of the type. Null: the default.
   static bool push(const Type& wanted, PyObject* given, std::vector<c10::IValue>& stack) {
+    if (given == nullptr) {
+      stack.push_back(wanted.default_value.value_or(c10::IValue()));
+      return wanted.default_value.has_value();
+    }
     if (given == Py_None) {
       stack.emplace_back();
       return wanted.optional;
@@ -72,10 +82,18 @@ class DirectCall {
         return true;
       case c10::TypeKind::IntType: {
         int overflows = 0;
+        if (THPDtype_Check(given)) {
+          stack.emplace_back(reinterpret_cast<THPDtype*>(given)->scalar_type);
+          return true;
+        }
         if (!PyLong_CheckExact(given)) return false;
         stack.emplace_back(static_cast<int64_t>(PyLong_AsLongLongAndOverflow(given, &overflows)));
         return overflows == 0;
       }
+      case c10::TypeKind::FloatType:
+        if (!PyFloat_CheckExact(given)) return false;
+        stack.emplace_back(PyFloat_AS_DOUBLE(given));
+        return true;
       case c10::TypeKind::BoolType:
         stack.emplace_back(given == Py_True);
         return PyBool_Check(given);
@@ -105,13 +123,14 @@ class DirectCall {
   c10::OperatorHandle op_;
   PythonObject others_;
   std::vector<Type> types_;
+  size_t num_positional_ = 0;
 };
 
 }  // namespace
 
 void bind_direct_calls(py::module_& m) {
-  m.def("direct_call", [](const std::string& op, py::object others) {
-    auto call = std::make_shared<DirectCall>(op, std::move(others));
+  m.def("direct_call", [](const std::string& op, const std::string& overload, py::object others) {
+    auto call = std::make_shared<DirectCall>(op, overload, std::move(others));
     auto called = [call](const py::args& args, const py::kwargs& kwargs) { return (*call)(args, kwargs); };
     return py::cpp_function(called, py::name(op.c_str()));
   });

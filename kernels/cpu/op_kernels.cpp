@@ -1,7 +1,8 @@
 // The kernels of fusedcomm's ops on CPU tensors, and below autograd's: a call that has been prepared runs here, and all
 // others run in Python.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/DispatchKeySet.h>
@@ -21,6 +22,11 @@ namespace py = pybind11;
 
 std::atomic<int64_t> num_warm_ups{0};  // how many `before_capture` this process is in
 std::atomic<int64_t> forced_algorithm{0};  // a number for what `force_algorithm` says, which is part of every key
+
+// torch's switch for TF32.
+int64_t matmul_precision() {
+  return static_cast<int64_t>(at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL));
+}
 
 // Calls Python's kernel with the arguments on the stack, and puts its results there.
 void call_python(const c10::OperatorHandle& op, std::vector<c10::IValue>& stack,
@@ -70,6 +76,17 @@ bool is_for_capture(c10::Device device) {
   return Driver::get().is_capturing(guard.getStreamNativeHandle(guard.getStream(device)));
 }
 
+size_t num_bytes_of(const at::Tensor& t) { return at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize()); }
+
+enum Overlap : int64_t { kNone, kPartial, kWhole };
+
+Overlap overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto begin = [](const at::Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); };
+  const auto end = [&](const at::Tensor& t) { return begin(t) + num_bytes_of(t); };
+  if (begin(a) == begin(b) && end(a) == end(b)) return kWhole;
+  return std::max(begin(a), begin(b)) < std::min(end(a), end(b)) ? kPartial : kNone;
+}
+
 // The kernel of an op on CPU or CUDA tensors.
 class OpKernel final : public c10::OperatorKernel {
  public:
@@ -84,11 +101,9 @@ class OpKernel final : public c10::OperatorKernel {
     const c10::Device device = device_of(arguments);
     const auto calls = PreparedCalls::of(arguments[group_name_].toStringRef(), device);
     if (calls == nullptr || (device.is_cuda() && is_for_capture(device))) return run_python(op, *stack);
-    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    Key key{calls->generation(), id_, forced_algorithm, static_cast<int64_t>(precision)};
+    Key key{calls->generation(), id_, forced_algorithm, matmul_precision()};
     std::vector<at::Tensor> tensors;
     if (!make_key(arguments, key, tensors) || !all_on(device, tensors)) return run_python(op, *stack);
-    const std::vector<at::Tensor> outs(tensors.end() - num_outs_, tensors.end());
     const auto [call, is_known] = calls->find(key);
     if (call != nullptr) {
       std::vector<c10::IValue> results;
@@ -96,12 +111,10 @@ class OpKernel final : public c10::OperatorKernel {
       stack->resize(stack->size() - num_arguments);
       for (auto& result : results) stack->push_back(std::move(result));
       stay_if_interpreter_ends();
-      bump_versions(outs);
     } else if (is_known) {
       call_python(op, *stack, [&, &key = key](const py::tuple& args, const py::dict& kwargs) {
         return record_.get()(kernel_.get(), calls, std::vector<int64_t>(key.begin(), key.end()), args, kwargs);
       });
-      bump_versions(outs);
     } else {
       run_python(op, *stack);
     }
@@ -112,21 +125,18 @@ class OpKernel final : public c10::OperatorKernel {
     return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& t) { return t.device() == device; });
   }
 
-  // Autograd does so where it is there, and inference mode leaves it out.
-  static void bump_versions(const std::vector<at::Tensor>& outs) {
-    for (const auto& out : outs) {
-      if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-
-  static std::ptrdiff_t count_outs(const c10::OperatorHandle& op) {
+  static size_t count_outs(const c10::OperatorHandle& op) {
     const auto& arguments = op.schema().arguments();
-    return std::count_if(arguments.begin(), arguments.end(), [](const auto& each) { return each.kwarg_only(); });
+    const auto is_out = [](const auto& each) { return each.kwarg_only(); };
+    return static_cast<size_t>(std::count_if(arguments.begin(), arguments.end(), is_out));
   }
 
   bool make_key(c10::ArrayRef<c10::IValue> arguments, Key& key, std::vector<at::Tensor>& tensors) const {
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (i != group_name_ && !add_to_key(arguments[i], key, tensors)) return false;
+    }
+    for (size_t out = tensors.size() - num_outs_; out < tensors.size(); ++out) {  // which Python may refuse
+      for (size_t i = 0; i < out; ++i) key.push_back(overlap(tensors[out], tensors[i]));
     }
     return true;
   }
@@ -138,7 +148,7 @@ class OpKernel final : public c10::OperatorKernel {
 
   int64_t id_;
   size_t group_name_;
-  std::ptrdiff_t num_outs_;  // the last tensors, which it writes
+  size_t num_outs_;  // the last tensors, which it writes
   PythonObject kernel_;
   PythonObject record_;
 };
@@ -182,6 +192,20 @@ class AutogradKernel final : public c10::OperatorKernel {
   TrainingCalls training_;
 };
 
+// The versions of the tensors that an op writes rise by one, however it writes them.
+class WritingKernel final : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, std::vector<c10::IValue>* stack) {
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    }
+    for (const c10::IValue& out : torch::jit::last(*stack, op.schema().returns().size())) {
+      out.toTensor().unsafeGetTensorImpl()->bump_version();
+    }
+  }
+};
+
 // Registered as long as Python keeps it.
 using Registration = c10::RegistrationHandleRAII;
 
@@ -198,9 +222,8 @@ c10::OperatorHandle find_op(const std::string& name, const std::string& overload
 
 // The same memory under a storage of its own, which tells the arguments of a call apart.
 at::Tensor alias(const at::Tensor& t) {
-  const size_t num_bytes = at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.itemsize());
   c10::DataPtr data(t.data_ptr(), new at::Tensor(t), [](void* kept) { delete static_cast<at::Tensor*>(kept); }, t.device());
-  c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, std::move(data), /*allocator=*/nullptr, /*resizable=*/false);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes_of(t), std::move(data), /*allocator=*/nullptr, /*resizable=*/false);
   const auto key = t.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), t.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides());
@@ -218,7 +241,7 @@ void add_call(PreparedCalls& calls, const std::vector<int64_t>& key, std::shared
   call->record = std::make_shared<PythonObject>(std::move(record));
   call->workspace = std::make_shared<PythonObject>(std::move(workspace));
   call->rescue = std::make_unique<PythonObject>(std::move(rescue));
-  calls.add(key, std::move(call));
+  if (key[3] == matmul_precision()) calls.add(key, std::move(call));  // else another thread has changed it
 }
 
 Segments segments_of(int64_t rank, const std::vector<at::Tensor>& segments, const std::array<int64_t, 4>& offsets,
@@ -294,6 +317,9 @@ void bind_op_kernels(py::module_& m) {
     const auto handle = find_op(op, "");
     return register_kernel(handle, c10::DispatchKey::Autograd,
                            std::make_unique<AutogradKernel>(handle, std::move(kernel), std::move(formula)));
+  });
+  m.def("register_writing_kernel", [](const std::string& op) {
+    return register_kernel(find_op(op, "out"), c10::DispatchKey::ADInplaceOrView, std::make_unique<WritingKernel>());
   });
   m.def("set_warm_ups", [](int64_t number) { num_warm_ups = number; });
   m.def("set_forced_algorithm", [](int64_t number) { forced_algorithm = number; });

@@ -2,6 +2,7 @@
 
 import ast
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._device import _device_constructors
 import fusedcomm
 from docs.generate.imports import modules, room
 from fusedcomm.kernels.native_part import native
+from fusedcomm.ops.table import OPS as TABLE
 from fusedcomm.plan.geometry import shapes
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -215,7 +217,7 @@ NOT_PLAIN: dict[str, Any] = {  # by name: the arguments
 def called(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The result, and the arguments that torch's own call has got."""
     others: list[Any] = []
-    call = native.direct_call("fusedcomm::all_gather_matmul", lambda *args, **kwargs: others.append((args, kwargs)))
+    call = native.direct_call("fusedcomm::all_gather_matmul", "", lambda *args, **kwargs: others.append((args, kwargs)))
     return call(*args, **kwargs), others
 
 
@@ -234,8 +236,26 @@ def test_others_come_to_torch(case: str) -> None:
     assert result is None and args == given and not kwargs
 
 
-def test_keywords_and_function_modes_come_to_torch() -> None:
-    assert called(*PLAIN[:-1], group_name="a group")[1] == [(PLAIN[:-1], {"group_name": "a group"})]
+@pytest.mark.parametrize("op", TABLE)
+def test_arguments_of_every_type_come_to_the_kernel(op: str) -> None:
+    values = {"Tensor": X, "List[Tensor]": [X], "List[Optional[Tensor]]": [X, None], "Optional[Tensor]": X}
+    values |= {"int": 1, "bool": True, "float": 0.5, "str": "sum", "Optional[int]": None, "Optional[List[int]]": [2]}
+    values["ScalarType"] = torch.bfloat16
+    packet, others = getattr(torch.ops.fusedcomm, op), list[Any]()
+    for overload in {*packet.overloads()} - {"flat"}:
+        schema = getattr(packet, overload)._schema
+        given = {each.name: values[str(each.real_type)] for each in schema.arguments}
+        outs = {each.name: given.pop(each.name) for each in schema.arguments if each.kwarg_only}
+        call = native.direct_call(schema.name, schema.overload_name, lambda *args, **kwargs: others.append(args))
+        with suppress(ValueError, TypeError):  # of the checks, as values fit types alone
+            call(*given.values(), **outs)
+    assert not others
+
+
+def test_wrong_keywords_and_function_modes_come_to_torch() -> None:
+    assert not called(*PLAIN[:-1], group_name="a group")[1]
+    assert called(*PLAIN[:-1], group="a group")[1] == [(PLAIN[:-1], {"group": "a group"})]
+    assert called(*PLAIN, group_name="a group")[1] == [(PLAIN, {"group_name": "a group"})]
     with BaseTorchFunctionMode():
         assert called(*PLAIN)[1]
 

@@ -10,6 +10,7 @@ import fusedcomm
 from tests.helpers.groups import ALGORITHMS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import TABLES
+from tests.helpers.prepared import CALLS, started_group
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.spies import Dispatched, pushed
 from tests.helpers.tiers import nightly_but
@@ -37,7 +38,7 @@ def test_values(rank: int, op: str, algorithm: str) -> None:
                 version = out._version
                 assert getattr(torch.ops.fusedcomm, op).out(*args, out=out) is out
                 torch.testing.assert_close(out, want, rtol=0, atol=0)
-                assert out._version > version  # autograd sees that a tensor that it has saved was overwritten
+                assert out._version == version + 1  # autograd sees that a tensor that it has saved was overwritten
 
 
 @on_ranks(2)
@@ -64,6 +65,17 @@ def test_a_bad_out_is_a_value_error_before_anything_is_sent(rank: int, op: str) 
             assert not sent.chunks
             texts.append(str(caught.value))
         assert texts[0] == texts[1]
+
+
+@on_ranks(2)
+def test_an_out_that_overlaps_an_input(rank: int) -> None:
+    with started_group("chunked") as group:
+        x, where = torch.ones(4, 6), ("sum", 2, group.group_name)
+        for _ in range(CALLS):
+            torch.ops.fusedcomm.all_reduce.out(x, *where, out=torch.empty(4, 6))
+        with pytest.raises(ValueError, match="out must not overlap x"):
+            torch.ops.fusedcomm.all_reduce.out(x, *where, out=x)
+        assert x.eq(1).all()
 
 
 @on_ranks(2)

@@ -10,7 +10,7 @@ import torch
 
 import fusedcomm
 from fusedcomm.memory import flight_recorder, segment
-from fusedcomm.ops import prepared
+from fusedcomm.ops import dispatch, prepared, register
 from fusedcomm.plan import call_plan
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
@@ -257,6 +257,41 @@ def test_a_plan_that_is_made_while_others_go_is_dropped(rank: int) -> None:
             check(group, HEADS, call(group, HEADS, 1), 1)
         assert num_prepared(group) == 0
         check_prepared(group, HEADS, torch.float32)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["algorithm", "precision"])
+def test_a_plan_of_another_setting_is_not_kept(rank: int, what: str) -> None:
+    """As when another thread changes it once a call has its key; the algorithm changes back."""
+    run, matmul = dispatch.run, torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+
+    def changed(*args: Any) -> Any:
+        matmul.fp32_precision = "tf32" if what == "precision" else before
+        with fusedcomm.force_algorithm("unfused" if what == "algorithm" else "chunked", strict=True):
+            return run(*args)
+
+    with started_group("chunked") as group, pytest.MonkeyPatch.context() as patch:
+        check(group, HEADS, call(group, HEADS))
+        patch.setattr(register, "run", changed)
+        check(group, HEADS, call(group, HEADS, 1), 1)
+        matmul.fp32_precision = before
+        assert num_prepared(group) == 0
+
+
+@on_ranks(2)
+def test_results_without_elements_are_distinct_and_have_gradients(rank: int) -> None:
+    x, scale, v, w = (torch.ones(*shape, requires_grad=True) for shape in ((0, 6), (6,), (6, 6), (6, 6)))
+    gather = torch.ops.fusedcomm.all_gather_matmul
+    with started_group("chunked") as group:
+        for _ in range(CALLS):
+            two = fusedcomm.all_gather_matmul(x, [v, w], 0, group)
+            (y,), gathered = gather(x, [v], [None], 0, True, None, None, None, 2, group.group_name)
+            normed = fusedcomm.matmul_all_reduce_norm(x, w, torch.ones(0, 6), scale, group)
+            for results, parameters in ((two, (v, w)), ((y, gathered), (v,)), (normed, (w, scale))):
+                assert results[0] is not results[1]
+                assert not any(grad.any() for grad in torch.autograd.grad([t.sum() for t in results], parameters))
+        assert num_prepared(group) == 3
 
 
 @on_ranks(2)
