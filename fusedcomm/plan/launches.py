@@ -226,9 +226,9 @@ def reduce(
 ) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
-    A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
-    ``residual``: one addend more, of out's shape, contiguous. ``norm``: of the sum with a residual, in the same kernel.
-    ``beside`` and ``arrived``: as in `unpack`.
+    A chunk is one run of out's elements, rows as long as the bias, or a part of one. ``scale``: 1, or 1 / R for the
+    average. ``residual``: one addend more, of out's shape, contiguous. ``norm``: of the sum with a residual, in the
+    same kernel. ``beside`` and ``arrived``: as in `unpack`.
     """
     span = spans.at(s.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
@@ -237,6 +237,7 @@ def reduce(
     if span.size == 0:
         wait(s)
         return
+    bias = bias_of(bias, span)
     run, num_results = Reduced(span.size, span.start, spans.chunk_numel), 1 if norm is None else 3
     kind = copy_out(s, (s.group_size + num_results) * span.size * out.itemsize, beside, arrived)
     if norm is not None:
@@ -262,6 +263,13 @@ def reduce(
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
+
+
+def bias_of(bias: Given, run: Span) -> Given:
+    """The bias of a run of whole rows, or of the run's columns where it is within a row."""
+    if bias is None or run.size >= bias.numel():
+        return bias
+    return bias.narrow(0, run.start % bias.numel(), run.size)
 
 
 def _norm_arrived(s: Builder, kernel: str, kind: str, out: Tensor, norm: RmsNorm, num_terms: int, *others: Any) -> None:

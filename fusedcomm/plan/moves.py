@@ -227,7 +227,7 @@ class Moves:
         own = spans.at(self.rank).pack
         total, *more = (own.view(t.view(-1), 0, self.rank).view(-1) for t in (out, residual) if t is not None)
         with s.lane("copy"):
-            s.reduce(total, [*parts, *more], bias, scale)
+            s.reduce(total, [*parts, *more], launches.bias_of(bias, own), scale)
             if norm is not None and own.size:
                 normed, n = own.view(norm.normed.view(-1), 0, self.rank), out.shape[-1]
                 s.norm(normed.view(-1, n), total.view(-1, n), norm.weight, norm.eps)
