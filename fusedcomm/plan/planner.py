@@ -10,7 +10,7 @@ collective. Rules exclude algorithms, each with its reason:
     one row does not fit a slot                         likewise    rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
     parts of different sizes                            not fused   its kernels take chunks of one size
-    a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
+    a part of one or none, in K or just before it       unfused     its rank cannot tell which dims make up K
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured them between GPUs yet; but for
@@ -110,11 +110,9 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
         algorithm, why = _choose(op, own, dtype, member, multiplied)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
-    slot_bytes, num_rounds = _rounds(exchange, dtype, member)
-    if algorithm == "chunked" and member.device.type == "cuda" and own.comes_in_pieces(dtype.itemsize):
-        max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
-        num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
-    return Plan(op, algorithm, why, slot_bytes, num_rounds)
+    peer_bytes = exchange.group_size * dtype.itemsize
+    rounds = own.rounds_of(algorithm, member.device.type, dtype.itemsize, member.max_slot_bytes // peer_bytes)
+    return Plan(op, algorithm, why, rounds[0].chunk_numel * peer_bytes, len(rounds))
 
 
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
@@ -253,7 +251,7 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str |
     if exchange.cut is None or name == "unfused":
         return None
     if not exchange.tells_k:
-        return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
+        return f"{exchange.cut}: a rank whose part is one or none cannot tell which dims make up K"
     if name == "fused":
         return f"parts of different sizes, {exchange.cut}: the kernels of fused take chunks of one size"
     if member.for_capture:
@@ -312,14 +310,6 @@ def _too_wide(exchange: Exchange) -> str | None:
         if size > MOST_INDICES:
             return f"{name} must be at most {MOST_INDICES} for fused, got {size}"
     return None
-
-
-def _rounds(exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[int, int]:
-    """(slot bytes, number of rounds): several only where the workspace cap asks for it."""
-    peer_bytes = exchange.group_size * dtype.itemsize
-    if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:
-        return exchange.chunk_numel * peer_bytes, 1
-    return member.max_slot_bytes, len(exchange.rounds(member.max_slot_bytes // peer_bytes))
 
 
 _logged: set[tuple[str, str]] = set()
