@@ -26,7 +26,7 @@ from fusedcomm.plan.descriptors import (
     row_step,
     unit,
 )
-from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.geometry.spans import RoundSpans, bias_of
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
@@ -263,13 +263,6 @@ def reduce(
     alone = kind == "copy-out" and not s.device.shares_gpu
     num_programs = programs(s, kind, -(-span.size // block), in_sm if alone else 1)
     launch(s, "reduce.reduce_kernel", num_programs, arguments, **options)
-
-
-def bias_of(bias: Given, run: Span) -> Given:
-    """The bias of a run of whole rows, or of the run's columns where it is within a row."""
-    if bias is None or run.size >= bias.numel():
-        return bias
-    return bias.narrow(0, run.start % bias.numel(), run.size)
 
 
 def _norm_arrived(s: Builder, kernel: str, kind: str, out: Tensor, norm: RmsNorm, num_terms: int, *others: Any) -> None:
