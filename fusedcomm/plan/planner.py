@@ -35,7 +35,7 @@ be the same on all ranks: chunked on one rank can meet fused on another, but nei
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,31 +54,17 @@ PIPELINED_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
 
 
-class Facts(Protocol):
-    """The planner's facts of a group on a device, equal on all ranks: a `Member`, without its memory."""
-
-    device: torch.device
-    topology: Any  # memory.topology.Topology
-
-    @property
-    def no_workspace(self) -> str | None: ...
-    @property
-    def max_slot_bytes(self) -> int: ...
-    @property
-    def outcomes(self) -> Mapping[str, str]: ...
-    @property
-    def for_capture(self) -> bool: ...
-
-
 def plan(
     op: str,
     exchange: Exchange,
     dtype: torch.dtype,
-    member: Facts | None,
+    member: Any,
     wire: str = CALL,
     multiplied: str | None = None,
 ) -> Plan:
-    """``member`` is None for a group of one rank. ``multiplied``: as in `model.estimate`."""
+    """``member``: the facts of a group on a device, of a `Member`; equal on all ranks; None for a group of one rank.
+    ``multiplied``: as in `model.estimate`.
+    """
     found = _decided(op, exchange, dtype, member, multiplied)
     found.exchange = exchange
     if found.has_workspace:
@@ -86,7 +72,7 @@ def plan(
     return found
 
 
-def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, multiplied: str | None) -> Plan:
+def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multiplied: str | None) -> Plan:
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
     name, strict = force_algorithm.current
@@ -115,7 +101,7 @@ def _decided(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | No
     return Plan(op, algorithm, why, rounds[0].chunk_numel * peer_bytes, len(rounds))
 
 
-def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind, usual = constants_of(member), _kind(dtype, member), _usual(op, exchange, member)
     why = model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants)
@@ -140,7 +126,7 @@ def kind_of_proof(op: str) -> str:
     return kind + "_norm" * (op.endswith("_norm") and kind == "all_reduce") + "_scaled" * op.startswith("scaled_")
 
 
-def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Any) -> str | None:
     """The failure of the algorithm's proof, empty if it was right, and None before it."""
     if not member.topology.prove:
         return None
@@ -148,11 +134,11 @@ def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtyp
     return member.outcomes.get(name)
 
 
-def _to_prove(failed: str | None, member: Facts) -> str:
+def _to_prove(failed: str | None, member: Any) -> str:
     return "; proved at its first call" if failed is None and member.topology.prove else ""
 
 
-def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
+def _usual(op: str, exchange: Exchange, member: Any) -> tuple[str, Exchange]:
     numel, size = exchange.chunk_numel, exchange.group_size
     if KINDS[op] == "all_reduce" and exchange.gathers:  # a chunk is the whole payload
         numel = -(-numel // size)
@@ -160,7 +146,7 @@ def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
 
 
 def _pipelined(
-    op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str, num_pieces: int | None = None
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Any, why: str, num_pieces: int | None = None
 ) -> Plan:
     sums = member.topology.backend_sums
     if num_pieces is None:
@@ -173,7 +159,7 @@ def _pipelined(
     return Plan(op, "pipelined", why, 0, len(pieces), sent, sums)
 
 
-def constants_of(member: Facts) -> Constants:
+def constants_of(member: Any) -> Constants:
     """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
     topology = member.topology
     constants = topology.constants or model.DEFAULTS[member.device.type]
@@ -182,11 +168,11 @@ def constants_of(member: Facts) -> Constants:
     return model.across_hosts(constants, topology.across)
 
 
-def _kind(dtype: torch.dtype, member: Facts) -> str:
+def _kind(dtype: torch.dtype, member: Any) -> str:
     return dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
 
 
-def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, multiplied: str | None) -> tuple[str, str]:
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multiplied: str | None) -> tuple[str, str]:
     constants, kind, note = constants_of(member), _kind(dtype, member), ""
     usual = _usual(op, exchange, member)
     # One H200, in graphs: whole terms, their sum and norm take 12 us behind the matmul, 10 without the exchange.
@@ -246,7 +232,7 @@ def _text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str | None:
+def _reject_uneven(name: str | None, exchange: Exchange, member: Any) -> str | None:
     """Why parts of different sizes keep ``name``, or any algorithm with a workspace, from running; None if nothing."""
     if exchange.cut is None or name == "unfused":
         return None
@@ -259,7 +245,7 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str |
     return None
 
 
-def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.dtype, member: Any) -> str | None:
     """Why ``name``, or any algorithm with a workspace if it is None, cannot run these inputs; None if it can."""
     topology = member.topology
     if name == "unfused":
@@ -285,12 +271,12 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
     return None
 
 
-def _no_float8(op: str, dtype: torch.dtype, member: Facts) -> str | None:
+def _no_float8(op: str, dtype: torch.dtype, member: Any) -> str | None:
     is_float8 = op.startswith("scaled_") or dtype in BYTES
     return member.topology.no_float8 if is_float8 else None
 
 
-def _reject_pipelined(member: Facts) -> str | None:
+def _reject_pipelined(member: Any) -> str | None:
     backend = PIPELINED_BACKENDS[member.device.type]
     if member.topology.backend != backend:
         return f"pipelined runs on {backend} here, got {member.topology.backend or 'no backend'}"
