@@ -97,20 +97,17 @@ def test_chunks_cover_every_element_exactly_once(problem: Problem) -> None:
 def test_ranks_find_one_k_where_they_say_that_they_tell(parts: tuple[int, ...]) -> None:
     """For all dims, sizes and Ks: ranks of all parts find the same dims of K, or all say that they may not."""
     size, starts, found = len(parts), tuple(itertools.accumulate(parts[:-1], initial=0)), set[bool]()
-    for whole, (gather_dim, scatter_dim) in itertools.product(
-        itertools.product((1, 2, 3), repeat=4), itertools.permutations(range(4), 2)
-    ):
-        for num_lead in (1, 2, 3):
-            seen = set()
-            for rank, part in enumerate(parts):
-                x, exchanged = [*whole], [*whole]
-                x[scatter_dim], exchanged[scatter_dim], exchanged[gather_dim] = sum(parts), part, size * x[gather_dim]
-                splits = Splits(scatter_starts=starts, scatter_lengths=parts, rank=rank)
-                w = math.prod(exchanged[num_lead:]), 5
-                exchange = shapes.all_to_all_matmul(x, w, gather_dim, scatter_dim, size, splits)
-                seen.add((exchange.tells_k, exchange.tells_k and exchange.num_lead))
-            assert len(seen) == 1, (whole, gather_dim, scatter_dim, num_lead, seen)
-            found.add(seen.pop()[0])
+    shapes_of_one = itertools.product((1, 2, 3), repeat=4)
+    for whole, dims, num_lead in itertools.product(shapes_of_one, itertools.permutations(range(4), 2), (1, 2, 3)):
+        seen = set()
+        for rank, part in enumerate(parts):
+            x, exchanged = [*whole], [*whole]
+            x[dims[1]], exchanged[dims[1]], exchanged[dims[0]] = sum(parts), part, size * x[dims[0]]
+            splits = Splits(scatter_starts=starts, scatter_lengths=parts, rank=rank)
+            exchange = shapes.all_to_all_matmul(x, (math.prod(exchanged[num_lead:]), 5), *dims, size, splits)
+            seen.add((exchange.tells_k, exchange.tells_k and exchange.num_lead))
+        assert len(seen) == 1, (whole, dims, num_lead, seen)
+        found.add(seen.pop()[0])
     assert found == {True} | ({False} if min(parts) < 2 and max(parts) > 1 else set())
 
 
