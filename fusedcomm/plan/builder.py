@@ -13,27 +13,9 @@ import torch
 from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import SegmentLayout
+from fusedcomm.plan import schedule as steps
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import RoundSpans
-from fusedcomm.plan.schedule import (
-    Await,
-    Base,
-    Collective,
-    Copy,
-    EndRound,
-    Finish,
-    Multiply,
-    Norm,
-    Place,
-    Record,
-    Reduce,
-    Result,
-    Schedule,
-    Step,
-    Stream,
-    Update,
-    Work,
-)
 
 _ALIGNMENT = 256  # bytes: temporaries begin at multiples
 _LANES = "fusedcomm."
@@ -117,44 +99,46 @@ class Builder:
         self.memory, self.device = memory, device
         self.rank, self.group_size = memory.rank, memory.group_size
         self.alignments = [0 if each is None else each.alignment for each in inputs]
-        self._bases: dict[int, tuple[Base, int]] = {}  # by storage
+        self._bases: dict[int, tuple[steps.Base, int]] = {}  # by storage
         self._kept: list[Tensor] = []  # their storages' numbers are not given out again
         self.inputs = [None if each is None else self._input(i, each) for i, each in enumerate(inputs)]
         slots = range(self.group_size)
-        self._slots = [self._base(Base.SLOT, owner, memory.usable_bytes) for owner in slots]
+        self._slots = [self._base(steps.Base.SLOT, owner, memory.usable_bytes) for owner in slots]
         layout = memory.layout
-        self._segment = self._base(Base.SEGMENT, self.rank, layout.header_bytes + layout.num_slots * memory.slot_bytes)
-        self._steps: list[Step] = []
-        self._results: list[Result] = []
+        self._segment = self._base(
+            steps.Base.SEGMENT, self.rank, layout.header_bytes + layout.num_slots * memory.slot_bytes
+        )
+        self._steps: list[steps.Step] = []
+        self._results: list[steps.Result] = []
         self._temporaries: list[int] = []
         self._temporary_bytes = self._most_temporary_bytes = 0
-        self._last: dict[Stream, int] = {}  # by stream: the event that covers all that is on it
+        self._last: dict[steps.Stream, int] = {}  # by stream: the event that covers all that is on it
         self._num_events = self._num_collectives = 0
-        self._stream, self._lane = Stream.MAIN, ""
+        self._stream, self._lane = steps.Stream.MAIN, ""
 
     # ---- memory
 
     def _input(self, index: int, layout: Layout) -> Tensor:
         t = torch.empty_strided(layout.sizes, layout.strides, dtype=layout.dtype, device="meta")
-        return self._know(t, Base.INPUT, index)
+        return self._know(t, steps.Base.INPUT, index)
 
-    def _base(self, base: Base, index: int, num_bytes: int) -> Tensor:
+    def _base(self, base: steps.Base, index: int, num_bytes: int) -> Tensor:
         return self._know(_stand_in((num_bytes,), torch.uint8), base, index)
 
-    def _know(self, t: Tensor, base: Base, index: int) -> Tensor:
+    def _know(self, t: Tensor, base: steps.Base, index: int) -> Tensor:
         self._kept.append(t)
         self._bases[t.untyped_storage()._cdata] = base, index
         return t
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self._results.append(Result(tuple(shape), dtype))
-        return self._know(_stand_in(shape, dtype), Base.RESULT, len(self._results) - 1)
+        self._results.append(steps.Result(tuple(shape), dtype))
+        return self._know(_stand_in(shape, dtype), steps.Base.RESULT, len(self._results) - 1)
 
     def temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self._temporaries.append(self._temporary_bytes)
         self._temporary_bytes += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._most_temporary_bytes = max(self._temporary_bytes, self._most_temporary_bytes)
-        return self._know(_stand_in(shape, dtype), Base.TEMPORARY, len(self._temporaries) - 1)
+        return self._know(_stand_in(shape, dtype), steps.Base.TEMPORARY, len(self._temporaries) - 1)
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
@@ -177,9 +161,10 @@ class Builder:
         """All of this rank's slots, flat."""
         return self._segment[self.memory.layout.header_bytes :].view(dtype)
 
-    def place(self, t: Tensor) -> Place:
+    def place(self, t: Tensor) -> steps.Place:
         base, index = self._bases[t.untyped_storage()._cdata]
-        return Place(base, index, int(t.storage_offset()) * t.itemsize, tuple(t.shape), tuple(t.stride()), t.dtype)
+        start = int(t.storage_offset()) * t.itemsize
+        return steps.Place(base, index, start, tuple(t.shape), tuple(t.stride()), t.dtype)
 
     def is_at(self, t: Tensor, other: Tensor) -> bool:
         """Whether both begin at one place."""
@@ -187,7 +172,7 @@ class Builder:
 
     def address_mod_16(self, t: Tensor) -> int:
         place = self.place(t)
-        return (place.offset + (self.alignments[place.number] if place.base == Base.INPUT else 0)) % 16
+        return (place.offset + (self.alignments[place.number] if place.base == steps.Base.INPUT else 0)) % 16
 
     def contiguous(self, t: Tensor) -> Tensor:
         if t.is_contiguous():
@@ -204,27 +189,27 @@ class Builder:
 
     # ---- steps
 
-    def add(self, work: Work) -> None:
-        if not isinstance(work, EndRound):  # the host's alone
+    def add(self, work: steps.Work) -> None:
+        if not isinstance(work, steps.EndRound):  # the host's alone
             self._last.pop(self._stream, None)
-        self._steps.append(Step(work, self._stream, self._lane))
+        self._steps.append(steps.Step(work, self._stream, self._lane))
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         if source.numel():
-            self.add(Copy(self.place(to), self.place(source)))
+            self.add(steps.Copy(self.place(to), self.place(source)))
 
     def update(self, to: Tensor, method: str, value: float) -> None:
         if to.numel():
-            self.add(Update(self.place(to), method, value))
+            self.add(steps.Update(self.place(to), method, value))
 
     def begin(self, kind: str, to: Tensor, source: Tensor) -> int:
         """Begin a `Collective`. Returns its number, for `end`."""
         self._num_collectives += 1
-        self.add(Collective(self._num_collectives, kind, self.place(to), self.place(source)))
+        self.add(steps.Collective(self._num_collectives, kind, self.place(to), self.place(source)))
         return self._num_collectives
 
     def end(self, number: int) -> None:
-        self.add(Finish(number))
+        self.add(steps.Finish(number))
 
     def multiply(
         self,
@@ -243,23 +228,23 @@ class Builder:
         if out.shape[0] == 1:
             x, w, out, *scales = (t[0] for t in (x, w, out, *scales))
         places = tuple(map(self.place, scales))
-        self.add(Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds, places, fast))
+        self.add(steps.Multiply(self.place(out), self.place(x), self.place(w), self.optional(bias), adds, places, fast))
 
     def reduce(self, out: Tensor, parts: Sequence[Tensor], bias: Tensor | None, scale: float) -> None:
         """``out = sum(parts) * scale + bias``, flat; bias [N] repeats."""
         if out.numel():
-            self.add(Reduce(self.place(out), tuple(map(self.place, parts)), self.optional(bias), scale))
+            self.add(steps.Reduce(self.place(out), tuple(map(self.place, parts)), self.optional(bias), scale))
 
     def norm(self, out: Tensor, x: Tensor, weight: Tensor | None, eps: float) -> None:
         if out.numel():
             to, rows = (self.place(t.view(-1, t.shape[-1])) for t in (out, x))
-            self.add(Norm(to, rows, self.optional(weight), eps))
+            self.add(steps.Norm(to, rows, self.optional(weight), eps))
 
-    def optional(self, t: Tensor | None) -> Place | None:
+    def optional(self, t: Tensor | None) -> steps.Place | None:
         return None if t is None else self.place(t)
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: steps.Stream) -> Iterator[None]:
         before, self._stream = self._stream, stream
         yield
         self._stream = before
@@ -272,28 +257,28 @@ class Builder:
 
     # ---- order between streams; none on CPUs, which have one
 
-    def event(self, stream: Stream) -> int:
+    def event(self, stream: steps.Stream) -> int:
         """Everything on the stream so far. `finish` removes events without a wait."""
         if stream not in self._last:
-            self._steps.append(Step(Record(self._num_events), stream))
+            self._steps.append(steps.Step(steps.Record(self._num_events), stream))
             self._last[stream], self._num_events = self._num_events, self._num_events + 1
         return self._last[stream]
 
-    def after(self, stream: Stream, event: int) -> None:
+    def after(self, stream: steps.Stream, event: int) -> None:
         """Work that follows on the stream comes after the event."""
         with self.on(stream):
-            self.add(Await(event))
+            self.add(steps.Await(event))
 
-    def join(self, stream: Stream, other: Stream) -> None:
+    def join(self, stream: steps.Stream, other: steps.Stream) -> None:
         """Work that follows on ``stream`` comes after all of ``other``."""
         if stream != other:
             self.after(stream, self.event(other))
 
-    def finish(self, *returned: Tensor) -> Schedule:
-        steps = self._without_earlier_waits()
-        awaited = {step.work.event for step in steps if isinstance(step.work, Await)}
-        return Schedule(
-            tuple(step for step in steps if not isinstance(step.work, Record) or step.work.event in awaited),
+    def finish(self, *returned: Tensor) -> steps.Schedule:
+        kept = self._without_earlier_waits()
+        awaited = {step.work.event for step in kept if isinstance(step.work, steps.Await)}
+        return steps.Schedule(
+            tuple(step for step in kept if not isinstance(step.work, steps.Record) or step.work.event in awaited),
             tuple(self._results),
             self._most_temporary_bytes,
             tuple(self._temporaries),
@@ -301,16 +286,17 @@ class Builder:
             tuple(map(self.place, returned)),
         )
 
-    def _without_earlier_waits(self) -> list[Step]:
+    def _without_earlier_waits(self) -> list[steps.Step]:
         """All steps but waits of a stream for another that it waits for again, and longer, before its next work."""
-        sources = {step.work.event: step.stream for step in self._steps if isinstance(step.work, Record)}
-        kept, later = list[Step](), dict[tuple[Stream, Stream], int]()  # the event that it then waits for
+        sources = {step.work.event: step.stream for step in self._steps if isinstance(step.work, steps.Record)}
+        kept: list[steps.Step] = []
+        later: dict[tuple[steps.Stream, steps.Stream], int] = {}  # the event that it then waits for
         for step in reversed(self._steps):
-            if isinstance(step.work, Await):
+            if isinstance(step.work, steps.Await):
                 key = step.stream, sources[step.work.event]
                 if later.setdefault(key, step.work.event) > step.work.event:
                     continue
-            elif not isinstance(step.work, EndRound):
+            elif not isinstance(step.work, steps.EndRound):
                 later = {key: event for key, event in later.items() if key[0] != step.stream}
             kept.append(step)
         return kept[::-1]
@@ -329,7 +315,7 @@ def build(
     num_pieces: int = 0,
     backend_sums: bool = False,
     **facts: Hashable,
-) -> Schedule:
+) -> steps.Schedule:
     """The steps of ``program(builder, exchange, *operands, **facts)``."""
     inputs = [t for each in operands for t in (each if isinstance(each, list) else [each])]
     builder = Builder(memory, device, inputs, num_pieces, backend_sums)

@@ -32,6 +32,7 @@ class PushedMatmul:
         self.sends_x = w is None
         self.bias = bias
         self.y: Tensor | None = None  # all of the product
+        self.columns: dict[tuple[int, int], list[Tensor | None]] = {}  # by first and number: see `_columns`
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
         self.makers: set[int] = set()  # dst_ranks: products are computed with their chunks
         self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
@@ -48,8 +49,11 @@ class PushedMatmul:
             self.shared = [ranks for ranks in scattered.receivers.values() if len(ranks) > 1]
 
     def begin(self, spans: RoundSpans, rank: int) -> None:
-        """Begin a round of ``rank``: a product of several receivers is computed with the chunk of the first."""
-        for receivers in self.shared:
+        """Begin a round of ``rank``: a product of several receivers is computed with the chunk of the first.
+
+        Chunks of the first round are the largest.
+        """
+        for receivers in self.shared if not self.products else ():
             at = spans.at(receivers[0])
             product = self.s.temporary((at.batches.size * at.rows.size * at.columns.size,), self.dtype)
             self.products |= dict.fromkeys(receivers, product)
@@ -71,7 +75,7 @@ class PushedMatmul:
             y = columns.view(rows.view(batches.view(self.y, 0, dst_rank), 2, dst_rank), 4, dst_rank)
             self.s.copy(chunk.view(y.shape), y)
         elif dst_rank in self.products:
-            product = self.products[dst_rank]
+            product = self.products[dst_rank][: chunk.numel()]
             if dst_rank in self.makers:
                 self._multiply(spans, dst_rank, spans.rows, product)
             self.s.copy(chunk, product.view(chunk.shape))
@@ -79,19 +83,27 @@ class PushedMatmul:
             self._multiply(spans, dst_rank, rows, chunk)
 
     def _multiply(self, spans: ChunkSpans, dst_rank: int, rows: Span, chunk: Tensor) -> None:
-        batches, columns = spans.batches, spans.columns
-        _matmul(
-            self.s,
-            rows.view(batches.view(self.x, 0, dst_rank), 2, dst_rank),  # [bo, bi, ro, ri, K]
-            columns.view(batches.view(self.w, 0, dst_rank), 3, dst_rank),  # [bo, bi, K, co, ci]
-            None if self.bias is None else columns.view(self.bias, 0, dst_rank),  # [co, ci]
-            chunk.view(*_split(batches), *_split(rows), *_split(columns)),
-            [
-                dims.view(batches.view(scale, 0, dst_rank), dim, dst_rank)
-                for scale, dims, dim in zip(self.scales, (rows, columns), (2, 3), strict=bool(self.scales))
-            ],
-            self.fast,
-        )
+        batches = spans.batches
+        bias, *parts = self._columns(spans.columns, dst_rank)
+        w, *scales = (batches.view(part, 0, dst_rank) for part in parts if part is not None)  # [bo, bi, K, co, ci]
+        of_x = self.x, *self.scales[:1]
+        x, *of_rows = (rows.view(batches.view(t, 0, dst_rank), 2, dst_rank) for t in of_x)  # [bo, bi, ro, ri, K]
+        with self.s.scratch():
+            out = chunk.view(*_split(batches), *_split(rows), *w.shape[-2:])
+            _matmul(self.s, x, w, bias, out, [*of_rows, *scales], self.fast)
+
+    def _columns(self, columns: Span, dst_rank: int) -> list[Tensor | None]:
+        """dst_rank's columns, [co, ci], of the bias, w and w's scale, in all rounds; short runs are packed."""
+        key = columns.first(dst_rank), columns.size
+        if key not in self.columns:
+            short = columns.outer > 1 and columns.inner < geometry.MIN_RUN
+            made = self.columns[key] = []
+            for t in (self.bias, self.w, *self.scales[1:]):
+                part = None if t is None else columns.view(t, t.ndim - 1, dst_rank)
+                if part is not None and short:
+                    part = self.s.reshape(part, *part.shape[:-2], 1, columns.size)
+                made.append(part)
+        return self.columns[key]
 
 
 class GatheredMatmul:
@@ -232,13 +244,6 @@ def _matmul(
         if scales:
             scale_x, scale_w = scales
             scales = s.reshape(scale_x, *scale_x.shape[:2], *shape[2:4], scale_x.shape[4]), scale_w
-    if shape[4] > 1 and shape[5] < geometry.MIN_RUN:
-        shape[4:6] = [1, shape[4] * shape[5]]
-        w = s.reshape(w, *w.shape[:3], *shape[4:6])
-        bias = None if bias is None else s.reshape(bias, 1, shape[5])
-        if scales:
-            scale_x, scale_w = scales
-            scales = scale_x, s.reshape(scale_w, *scale_w.shape[:3], *shape[4:6])
     try:
         dense = out.view(shape)
     except RuntimeError:

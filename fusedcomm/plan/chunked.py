@@ -114,10 +114,8 @@ def gather_matmul(
     matmuls = [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
     by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows or exchange.is_plain
-    max_numel = s.max_chunk_numel(x.dtype)
-    if exchange.comes_in_pieces(x.itemsize) and s.device.is_gpu:  # small enough to hide one piece behind another
-        max_numel = exchange.piece_numel(x.dtype.itemsize, max_numel)
-    rounds = exchange.rounds(max_numel)
+    device_type = "cuda" if s.device.is_gpu else "cpu"
+    rounds = exchange.rounds_of("chunked", device_type, x.itemsize, s.max_chunk_numel(x.dtype))
     moves = Moves(s, x.dtype, len(rounds))
     gathered = s.result(exchange.shape, x.dtype) if return_gathered or by_round or at_end else None
     for spans in rounds:

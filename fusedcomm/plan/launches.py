@@ -26,7 +26,7 @@ from fusedcomm.plan.descriptors import (
     row_step,
     unit,
 )
-from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.geometry.spans import RoundSpans, bias_of
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import Fingerprint, Launch, Place, Table
@@ -226,9 +226,9 @@ def reduce(
 ) -> None:
     """Wait for every src_rank's chunk and add them up into ``out``, scaled, with the bias. This ends the round.
 
-    A chunk is one run of out's elements, in rows as long as the bias. ``scale``: 1, or 1 / R for the average.
-    ``residual``: one addend more, of out's shape, contiguous. ``norm``: of the sum with a residual, in the same kernel.
-    ``beside`` and ``arrived``: as in `unpack`.
+    A chunk is one run of out's elements, rows as long as the bias, or a part of one. ``scale``: 1, or 1 / R for the
+    average. ``residual``: one addend more, of out's shape, contiguous. ``norm``: of the sum with a residual, in the
+    same kernel. ``beside`` and ``arrived``: as in `unpack`.
     """
     span = spans.at(s.rank).pack
     assert out.is_contiguous() and span.inner >= span.size
@@ -237,6 +237,7 @@ def reduce(
     if span.size == 0:
         wait(s)
         return
+    bias = bias_of(bias, span)
     run, num_results = Reduced(span.size, span.start, spans.chunk_numel), 1 if norm is None else 3
     kind = copy_out(s, (s.group_size + num_results) * span.size * out.itemsize, beside, arrived)
     if norm is not None:

@@ -24,7 +24,7 @@ from fusedcomm.plan.builder import Builder, Given, RmsNorm
 from fusedcomm.plan.chunk_matmul import PushedMatmul, own_place
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
-from fusedcomm.plan.geometry.spans import RoundSpans
+from fusedcomm.plan.geometry.spans import RoundSpans, bias_of
 from fusedcomm.plan.schedule import EndRound, Signal, Stream, Wait
 
 MAIN, SENDS, READS = Stream
@@ -227,7 +227,7 @@ class Moves:
         own = spans.at(self.rank).pack
         total, *more = (own.view(t.view(-1), 0, self.rank).view(-1) for t in (out, residual) if t is not None)
         with s.lane("copy"):
-            s.reduce(total, [*parts, *more], bias, scale)
+            s.reduce(total, [*parts, *more], bias_of(bias, own), scale)
             if norm is not None and own.size:
                 normed, n = own.view(norm.normed.view(-1), 0, self.rank), out.shape[-1]
                 s.norm(normed.view(-1, n), total.view(-1, n), norm.weight, norm.eps)

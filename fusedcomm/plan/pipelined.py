@@ -209,12 +209,11 @@ class Piece:
         sent, received, place = self.buffers.to_peers, self.buffers.received, own_place(self.spans, self.rank, out)
         self.own_is_there = place is not None
         own = self._own() if place is None else place
-        with self.s.scratch():
-            matmul.begin(self.spans, self.rank)
-            for dst_rank in self.peers:
-                self._multiply(matmul, dst_rank, self._of(sent, dst_rank))
-            self._begin("all_to_all", received, sent)
-            self._multiply(matmul, self.rank, own)
+        matmul.begin(self.spans, self.rank)
+        for dst_rank in self.peers:
+            self._multiply(matmul, dst_rank, self._of(sent, dst_rank))
+        self._begin("all_to_all", received, sent)
+        self._multiply(matmul, self.rank, own)
 
     def push_sum(self, matmul: PushedMatmul, scale: float) -> None:
         """Likewise, for ``reduce``. A backend that adds takes the own chunk too, and averages are divided before, as
@@ -224,13 +223,12 @@ class Piece:
             self.push(matmul)
             return
         sent = self.buffers.to_peers
-        with self.s.scratch():
-            matmul.begin(self.spans, self.rank)
-            for dst_rank in (*self.peers, self.rank):
-                chunk = self._of(sent, dst_rank)
-                self._multiply(matmul, dst_rank, chunk)
-                if scale != 1:
-                    self.s.update(chunk, "div_", self.s.group_size)
+        matmul.begin(self.spans, self.rank)
+        for dst_rank in (*self.peers, self.rank):
+            chunk = self._of(sent, dst_rank)
+            self._multiply(matmul, dst_rank, chunk)
+            if scale != 1:
+                self.s.update(chunk, "div_", self.s.group_size)
         self._begin("reduce_scatter", self.buffers.own, sent)
 
     def gather(self, packed: Tensor) -> None:

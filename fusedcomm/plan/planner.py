@@ -10,7 +10,7 @@ collective. Rules exclude algorithms, each with its reason:
     one row does not fit a slot                         likewise    rounds are cut between rows
     K or N above 2^30                                   not fused   its kernels count them in 32 bits
     parts of different sizes                            not fused   its kernels take chunks of one size
-    a part of K that is empty on a rank                 unfused     it cannot tell which dims make up K
+    a part of one or none, in K or just before it       unfused     its rank cannot tell which dims make up K
     CPU                                                 not fused   it runs in Triton's interpreter, for tests
     GPU, CUDA graph, or `before_capture`                not chunked a graph would fix the slots that it copies to
     GPU, default numbers, decode sizes                  unfused     nobody has measured them between GPUs yet; but for
@@ -35,7 +35,7 @@ be the same on all ranks: chunked on one rank can meet fused on another, but nei
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,33 +54,17 @@ PIPELINED_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
 
 
-class Facts(Protocol):
-    """The planner's facts of a group on a device, equal on all ranks: a `Member`, without its memory."""
-
-    device: torch.device
-    topology: Any  # memory.topology.Topology
-
-    @property
-    def no_workspace(self) -> str | None: ...
-    @property
-    def max_slot_bytes(self) -> int: ...
-    @property
-    def outcomes(self) -> Mapping[str, str]: ...
-    @property
-    def for_capture(self) -> bool: ...
-
-
 def plan(
     op: str,
     exchange: Exchange,
     dtype: torch.dtype,
-    member: Facts | None,
+    member: Any,
     wire: str = CALL,
     multiplied: str | None = None,
     forced: Forced | None = None,
 ) -> Plan:
-    """``member`` is None for a group of one rank. ``multiplied``: as in `model.estimate`. ``forced``: None is the
-    current state of `force_algorithm`.
+    """``member``: the facts of a group on a device, of a `Member`; equal on all ranks; None for a group of one rank.
+    ``multiplied``: as in `model.estimate`. ``forced``: None is the current state of `force_algorithm`.
     """
     found = _decided(op, exchange, dtype, member, multiplied, forced or force_algorithm.current)
     found.exchange = exchange
@@ -90,7 +74,7 @@ def plan(
 
 
 def _decided(
-    op: str, exchange: Exchange, dtype: torch.dtype, member: Facts | None, multiplied: str | None, forced: Forced
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multiplied: str | None, forced: Forced
 ) -> Plan:
     if member is None or exchange.group_size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
@@ -115,14 +99,12 @@ def _decided(
         algorithm, why = _choose(op, own, dtype, member, multiplied)
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
-    slot_bytes, num_rounds = _rounds(exchange, dtype, member)
-    if algorithm == "chunked" and member.device.type == "cuda" and own.comes_in_pieces(dtype.itemsize):
-        max_numel = member.max_slot_bytes // (exchange.group_size * dtype.itemsize)
-        num_rounds = len(exchange.rounds(exchange.piece_numel(dtype.itemsize, max_numel)))
-    return Plan(op, algorithm, why, slot_bytes, num_rounds)
+    peer_bytes = exchange.group_size * dtype.itemsize
+    rounds = own.rounds_of(algorithm, member.device.type, dtype.itemsize, member.max_slot_bytes // peer_bytes)
+    return Plan(op, algorithm, why, rounds[0].chunk_numel * peer_bytes, len(rounds))
 
 
-def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, reason: str) -> Plan:
+def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind, usual = constants_of(member), _kind(dtype, member), _usual(op, exchange, member)
     why = model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants)
@@ -147,7 +129,7 @@ def kind_of_proof(op: str) -> str:
     return kind + "_norm" * (op.endswith("_norm") and kind == "all_reduce") + "_scaled" * op.startswith("scaled_")
 
 
-def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtype, member: Any) -> str | None:
     """The failure of the algorithm's proof, empty if it was right, and None before it."""
     if not member.topology.prove:
         return None
@@ -155,11 +137,11 @@ def _failed_proof(op: str, algorithm: str, exchange: Exchange, dtype: torch.dtyp
     return member.outcomes.get(name)
 
 
-def _to_prove(failed: str | None, member: Facts) -> str:
+def _to_prove(failed: str | None, member: Any) -> str:
     return "; proved at its first call" if failed is None and member.topology.prove else ""
 
 
-def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
+def _usual(op: str, exchange: Exchange, member: Any) -> tuple[str, Exchange]:
     numel, size = exchange.chunk_numel, exchange.group_size
     if KINDS[op] == "all_reduce" and exchange.gathers:  # a chunk is the whole payload
         numel = -(-numel // size)
@@ -167,7 +149,7 @@ def _usual(op: str, exchange: Exchange, member: Facts) -> tuple[str, Exchange]:
 
 
 def _pipelined(
-    op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, why: str, num_pieces: int | None = None
+    op: str, exchange: Exchange, dtype: torch.dtype, member: Any, why: str, num_pieces: int | None = None
 ) -> Plan:
     sums = member.topology.backend_sums
     if num_pieces is None:
@@ -180,7 +162,7 @@ def _pipelined(
     return Plan(op, "pipelined", why, 0, len(pieces), sent, sums)
 
 
-def constants_of(member: Facts) -> Constants:
+def constants_of(member: Any) -> Constants:
     """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
     topology = member.topology
     constants = topology.constants or model.DEFAULTS[member.device.type]
@@ -189,11 +171,11 @@ def constants_of(member: Facts) -> Constants:
     return model.across_hosts(constants, topology.across)
 
 
-def _kind(dtype: torch.dtype, member: Facts) -> str:
+def _kind(dtype: torch.dtype, member: Any) -> str:
     return dtype_name(dtype, member.device.type == "cuda" and member.topology.tf32)
 
 
-def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Facts, multiplied: str | None) -> tuple[str, str]:
+def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multiplied: str | None) -> tuple[str, str]:
     constants, kind, note = constants_of(member), _kind(dtype, member), ""
     usual = _usual(op, exchange, member)
     # One H200, in graphs: whole terms, their sum and norm take 12 us behind the matmul, 10 without the exchange.
@@ -253,12 +235,12 @@ def _text(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str | None:
+def _reject_uneven(name: str | None, exchange: Exchange, member: Any) -> str | None:
     """Why parts of different sizes keep ``name``, or any algorithm with a workspace, from running; None if nothing."""
     if exchange.cut is None or name == "unfused":
         return None
     if not exchange.tells_k:
-        return f"{exchange.cut}: a rank whose part of K is empty cannot tell which dims make up K"
+        return f"{exchange.cut}: a rank whose part is one or none cannot tell which dims make up K"
     if name == "fused":
         return f"parts of different sizes, {exchange.cut}: the kernels of fused take chunks of one size"
     if member.for_capture:
@@ -266,7 +248,7 @@ def _reject_uneven(name: str | None, exchange: Exchange, member: Facts) -> str |
     return None
 
 
-def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.dtype, member: Facts) -> str | None:
+def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.dtype, member: Any) -> str | None:
     """Why ``name``, or any algorithm with a workspace if it is None, cannot run these inputs; None if it can."""
     topology = member.topology
     if name == "unfused":
@@ -292,12 +274,12 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
     return None
 
 
-def _no_float8(op: str, dtype: torch.dtype, member: Facts) -> str | None:
+def _no_float8(op: str, dtype: torch.dtype, member: Any) -> str | None:
     is_float8 = op.startswith("scaled_") or dtype in BYTES
     return member.topology.no_float8 if is_float8 else None
 
 
-def _reject_pipelined(member: Facts) -> str | None:
+def _reject_pipelined(member: Any) -> str | None:
     backend = PIPELINED_BACKENDS[member.device.type]
     if member.topology.backend != backend:
         return f"pipelined runs on {backend} here, got {member.topology.backend or 'no backend'}"
@@ -317,14 +299,6 @@ def _too_wide(exchange: Exchange) -> str | None:
         if size > MOST_INDICES:
             return f"{name} must be at most {MOST_INDICES} for fused, got {size}"
     return None
-
-
-def _rounds(exchange: Exchange, dtype: torch.dtype, member: Facts) -> tuple[int, int]:
-    """(slot bytes, number of rounds): several only where the workspace cap asks for it."""
-    peer_bytes = exchange.group_size * dtype.itemsize
-    if exchange.chunk_numel * peer_bytes <= member.max_slot_bytes:
-        return exchange.chunk_numel * peer_bytes, 1
-    return member.max_slot_bytes, len(exchange.rounds(member.max_slot_bytes // peer_bytes))
 
 
 _logged: set[tuple[str, str]] = set()

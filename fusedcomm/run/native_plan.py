@@ -6,27 +6,12 @@ from typing import Any
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory.launch_order import order_of
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan.schedule import (
-    Await,
-    Base,
-    Copy,
-    EndRound,
-    Launch,
-    Multiply,
-    Norm,
-    Place,
-    Record,
-    Reduce,
-    Schedule,
-    Signal,
-    Step,
-    Wait,
-)
+from fusedcomm.plan import schedule as steps
 from fusedcomm.run.packing import NotPackableError, pack
 from fusedcomm.run.scaled_matmul import torch_can
 
 
-def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Sequence[int]) -> Any:
+def load(schedule: steps.Schedule, workspace: Workspace, fingerprint: int, numbers: Sequence[int]) -> Any:
     """``numbers``: of each input among the op's tensor arguments, -1 for one that is not there. On GPUs the schedule
     has run, so that its kernels are compiled and loaded.
     """
@@ -40,13 +25,13 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Se
         schedule.num_events,
     )
     for step in schedule.steps:
-        if isinstance(step.work, Launch):
+        if isinstance(step.work, steps.Launch):
             kept = workspace.kernels.get(id(step.work))
             if kept is None or workspace.device.type == "cpu":
                 raise NotPackableError("the kernel is not one that the driver can launch")
             places, packed = pack(step.work, kept[1], workspace, fingerprint)
             plan.launch(_facts(step), _places(places, numbers), *packed)
-        elif isinstance(step.work, Multiply) and (scales := step.work.scales):
+        elif isinstance(step.work, steps.Multiply) and (scales := step.work.scales):
             work = step.work
             places = [work.out, work.x, work.w, *scales, *([] if work.bias is None else [work.bias])]
             how = work.bias is not None, work.adds, torch_can(work, workspace.device), work.fast
@@ -57,41 +42,41 @@ def load(schedule: Schedule, workspace: Workspace, fingerprint: int, numbers: Se
     return plan
 
 
-def _facts(step: Step) -> tuple[str, int]:
+def _facts(step: steps.Step) -> tuple[str, int]:
     return step.lane, int(step.stream)
 
 
-def _append(plan: Any, step: Step, numbers: Sequence[int]) -> None:
+def _append(plan: Any, step: steps.Step, numbers: Sequence[int]) -> None:
     native, work, facts = loaded(), step.work, _facts(step)
 
-    def places(*given: Place | None) -> list[Any]:
+    def places(*given: steps.Place | None) -> list[Any]:
         return _places([each for each in given if each is not None], numbers)
 
     match work:
-        case Multiply():
+        case steps.Multiply():
             plan.multiply(facts, places(work.out, work.x, work.w, work.bias), work.bias is not None, work.adds)
-        case Copy():
+        case steps.Copy():
             plan.copy(facts, places(work.to, work.source))
-        case Reduce():
+        case steps.Reduce():
             plan.reduce(facts, places(work.out, *work.parts, work.bias), work.bias is not None, work.scale != 1)
-        case Norm():
+        case steps.Norm():
             plan.norm(facts, places(work.out, work.x, work.weight), work.weight is not None, work.eps)
-        case Signal():
+        case steps.Signal():
             plan.with_number(facts, native.SIGNAL, work.dst_rank)
-        case Wait():
+        case steps.Wait():
             plan.with_number(facts, native.WAIT, work.src_rank)
-        case Record():
+        case steps.Record():
             plan.with_number(facts, native.RECORD, work.event)
-        case Await():
+        case steps.Await():
             plan.with_number(facts, native.AWAIT, work.event)
-        case EndRound():
+        case steps.EndRound():
             plan.with_number(facts, native.END_ROUND, 0)
         case _:
             raise NotPackableError("the step is not one that the native part has")
 
 
-def _places(places: Sequence[Place], numbers: Sequence[int]) -> list[Any]:
+def _places(places: Sequence[steps.Place], numbers: Sequence[int]) -> list[Any]:
     return [
-        loaded().Place(int(base), numbers[number] if base == Base.INPUT else number, *rest)
+        loaded().Place(int(base), numbers[number] if base == steps.Base.INPUT else number, *rest)
         for base, number, *rest in places
     ]

@@ -12,25 +12,7 @@ from fusedcomm.memory import stream_writes
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan.schedule import (
-    Await,
-    Base,
-    Collective,
-    Copy,
-    EndRound,
-    Finish,
-    Launch,
-    Multiply,
-    Norm,
-    Place,
-    Record,
-    Reduce,
-    Schedule,
-    Signal,
-    Stream,
-    Update,
-    Wait,
-)
+from fusedcomm.plan import schedule as steps
 from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.group_collectives import begin
 from fusedcomm.run.launching import launch
@@ -39,12 +21,12 @@ from fusedcomm.run.scaled_matmul import scaled_matmul
 
 
 def run(
-    schedule: Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+    schedule: steps.Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """The tensors that the call returns. A round that fails or is left half way breaks the workspace."""
     execution = Execution(schedule, memory, op, fingerprint, inputs)
     try:
-        execution.steps()
+        execution.run()
     except BaseException:
         execution.join()
         raise
@@ -55,7 +37,7 @@ class Execution:
     """One run."""
 
     def __init__(
-        self, schedule: Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+        self, schedule: steps.Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
     ) -> None:
         self.schedule, self.memory, self.inputs = schedule, memory, inputs
         self.workspace = cast(Workspace, memory)  # the steps of slots and flags are in schedules for a workspace alone
@@ -65,17 +47,17 @@ class Execution:
         self.temporaries = torch.empty(schedule.temporary_bytes, dtype=torch.uint8, device=device)
         self.collectives: dict[int, Callable[[], object]] = {}  # under way: the wait for each
         self.events: dict[int, torch.cuda.Event] = {}
-        self.streams: dict[Stream, torch.cuda.Stream] = {}
+        self.streams: dict[steps.Stream, torch.cuda.Stream] = {}
         if device.type == "cuda":
-            self.streams[Stream.MAIN] = torch.cuda.current_stream(device)
-            for stream in {step.stream for step in schedule.steps} - {Stream.MAIN}:
+            self.streams[steps.Stream.MAIN] = torch.cuda.current_stream(device)
+            for stream in {step.stream for step in schedule.steps} - {steps.Stream.MAIN}:
                 self.streams[stream] = self.workspace.streams[stream - 1]
 
     @property
     def epoch(self) -> int:
         return self.workspace.epoch + 1
 
-    def steps(self) -> None:
+    def run(self) -> None:
         with ExitStack() as lane:
             name = ""
             for step in self.schedule.steps:
@@ -90,11 +72,11 @@ class Execution:
         """End a call that is left half way: memory of the call may be used again, on the caller's stream."""
         if self.streams and not is_capturing(self.memory.device):
             for stream in self.streams.values():
-                self.streams[Stream.MAIN].wait_stream(stream)
+                self.streams[steps.Stream.MAIN].wait_stream(stream)
 
-    def step(self, work: Any, stream: Stream) -> None:
+    def step(self, work: Any, stream: steps.Stream) -> None:
         match work:
-            case Multiply():
+            case steps.Multiply():
                 x, w, out = self.tensor(work.x), self.tensor(work.w), self.tensor(work.out)
                 if work.scales:
                     scale_x, scale_w = map(self.tensor, work.scales)
@@ -102,68 +84,68 @@ class Execution:
                     scaled_matmul(out, x, w, scale_x, scale_w, bias, adds=work.adds, fast=work.fast)
                 else:
                     multiply(x, w, self._optional(work.bias), out, adds=work.adds)
-            case Copy():
+            case steps.Copy():
                 self.tensor(work.to).copy_(self.tensor(work.source))
-            case Update():
+            case steps.Update():
                 getattr(self.tensor(work.to), work.method)(work.value)
-            case Reduce():
+            case steps.Reduce():
                 parts = [self.tensor(each) for each in work.parts]
                 add_in_order(self.tensor(work.out), parts, self._optional(work.bias), work.scale)
-            case Norm():
+            case steps.Norm():
                 rms_norm(self.tensor(work.out), self.tensor(work.x), self._optional(work.weight), work.eps)
-            case Collective():
+            case steps.Collective():
                 group_name = self.memory.group_name
                 to, source = self.tensor(work.to), self.tensor(work.source)
                 self.collectives[work.number] = begin(work.kind, group_name, to, source)
-            case Finish():
+            case steps.Finish():
                 self.collectives.pop(work.number)()
-            case Signal():
+            case steps.Signal():
                 self._signal(work.dst_rank, stream)
-            case Wait():
+            case steps.Wait():
                 self.workspace.wait(work.src_rank, self.epoch, self.op, self.fingerprint)
-            case Launch():
+            case steps.Launch():
                 launch(work, self.workspace, self.fingerprint, self.tensor)
-            case Record():
+            case steps.Record():
                 self.events[work.event] = self.streams[stream].record_event()
-            case Await():
+            case steps.Await():
                 self.streams[stream].wait_event(self.events[work.event])
-            case EndRound():
+            case steps.EndRound():
                 self._end_round(work.by_kernel)
 
-    def returned(self, place: Place) -> Tensor:
+    def returned(self, place: steps.Place) -> Tensor:
         """The tensor itself, not a view, where it is returned whole."""
         base = self._base(place)
         is_whole = (place.offset, place.sizes, place.strides) == (0, tuple(base.shape), base.stride())
         return base if is_whole and base.dtype == place.dtype else self.tensor(place)
 
-    def tensor(self, place: Place) -> Tensor:
+    def tensor(self, place: steps.Place) -> Tensor:
         """A Place's tensor in this run and round."""
         base, start = self._base(place), place.offset
-        if place.base == Base.TEMPORARY:
+        if place.base == steps.Base.TEMPORARY:
             start += self.schedule.temporaries[place.number]
-        elif place.base == Base.SLOT:
+        elif place.base == steps.Base.SLOT:
             start += self.workspace.slot_start(self.epoch)
         start += int(base.storage_offset()) * base.itemsize
         typed = base if base.dtype == place.dtype else base.view(place.dtype)
         return typed.as_strided(place.sizes, place.strides, start // place.dtype.itemsize)
 
-    def _base(self, place: Place) -> Tensor:
+    def _base(self, place: steps.Place) -> Tensor:
         match place.base:
-            case Base.INPUT:
+            case steps.Base.INPUT:
                 found = self.inputs[place.number]
                 assert found is not None
                 return found
-            case Base.RESULT:
+            case steps.Base.RESULT:
                 return self.results[place.number]
-            case Base.TEMPORARY:
+            case steps.Base.TEMPORARY:
                 return self.temporaries
-            case Base.SLOT | Base.SEGMENT:
+            case steps.Base.SLOT | steps.Base.SEGMENT:
                 return self.workspace.buffers[place.number]
 
-    def _optional(self, place: Place | None) -> Tensor | None:
+    def _optional(self, place: steps.Place | None) -> Tensor | None:
         return None if place is None else self.tensor(place)
 
-    def _signal(self, dst_rank: int, stream: Stream) -> None:
+    def _signal(self, dst_rank: int, stream: steps.Stream) -> None:
         if self.streams:
             stream_writes.write(self.streams[stream], *self.workspace.flag(dst_rank, self.epoch, self.fingerprint))
         else:
@@ -177,8 +159,9 @@ class Execution:
         if not self.streams:  # kernels in Triton's interpreter
             self.workspace.check(self.op)
 
-    def _on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.streams[stream]) if self.streams and stream != Stream.MAIN else nullcontext()
+    def _on(self, stream: steps.Stream) -> AbstractContextManager[Any]:
+        is_main = not self.streams or stream == steps.Stream.MAIN
+        return nullcontext() if is_main else torch.cuda.stream(self.streams[stream])
 
 
 def _range(name: str) -> AbstractContextManager[Any]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.memory import members, workspace
 from fusedcomm.memory.segment import ABANDONED, BROKEN_BY_PEER, ErrorRecord
-from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Launch, Wait
 from fusedcomm.run.python_executor import Execution
 from tests.helpers.groups import call, check, fresh_group
@@ -259,8 +259,8 @@ def test_ranks_that_cut_a_call_into_other_rounds_do_not_believe_each_other(rank:
     problem = NAMED["bias"]
     with fresh_group() as group, fusedcomm.force_algorithm("chunked", strict=True):
         check(group, problem, call(group, problem))
-        rounds = planner._rounds
-        cut = mock.patch.object(planner, "_rounds", lambda *args: (rounds(*args)[0], 1 + rank))
+        rounds = Exchange.rounds_of
+        cut = mock.patch.object(Exchange, "rounds_of", lambda *args: rounds(*args) * (1 + rank))
         with cut, pytest.raises(fusedcomm.PeerMismatchError):
             drop_plans()
             call(group, problem)

@@ -138,6 +138,11 @@ def test_values_in_several_rounds(rank: int) -> None:
         with way(name), fresh_group(WORKSPACE_BYTES="8192") as group, forced:
             for op in OPS[name]:
                 check(case.call(rank, torch.float32, op, group), case, torch.float32, op)
+    case = Case((3, 1500), 2)  # a row, and with it the bias, takes several rounds
+    for algorithm in ("chunked", "fused"):
+        forced = fusedcomm.force_algorithm(algorithm, strict=True)
+        with way("two_shot"), fresh_group(WORKSPACE_BYTES="8192") as group, forced:
+            check(case.call(rank, torch.float32, "all_reduce_norm", group), case, torch.float32, "all_reduce_norm")
 
 
 @on_ranks(2)

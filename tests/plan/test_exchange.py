@@ -13,6 +13,7 @@ from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import PushedMatmul
 from fusedcomm.plan.geometry import norm, shapes
+from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import Range, RoundSpans, block_shape, span
 from fusedcomm.plan.routing import Routing, counts_of, pack
@@ -90,6 +91,24 @@ def test_chunks_cover_every_element_exactly_once(problem: Problem) -> None:
         assert sorted(matmul) == list(itertools.product(*map(range, sizes)))
         assert sorted(packed) == list(range(math.prod(exchange.packed[0])))
         assert sorted(unpacked) == list(range(math.prod(exchange.unpacked[0])))
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (2, 0), (1, 1), (3, 1, 0), (2, 3)], ids=str)
+def test_ranks_find_one_k_where_they_say_that_they_tell(parts: tuple[int, ...]) -> None:
+    """For all dims, sizes and Ks: ranks of all parts find the same dims of K, or all say that they may not."""
+    size, starts, found = len(parts), tuple(itertools.accumulate(parts[:-1], initial=0)), set[bool]()
+    shapes_of_one = itertools.product((1, 2, 3), repeat=4)
+    for whole, dims, num_lead in itertools.product(shapes_of_one, itertools.permutations(range(4), 2), (1, 2, 3)):
+        seen = set()
+        for rank, part in enumerate(parts):
+            x, exchanged = [*whole], [*whole]
+            x[dims[1]], exchanged[dims[1]], exchanged[dims[0]] = sum(parts), part, size * x[dims[0]]
+            splits = Splits(scatter_starts=starts, scatter_lengths=parts, rank=rank)
+            exchange = shapes.all_to_all_matmul(x, (math.prod(exchanged[num_lead:]), 5), *dims, size, splits)
+            seen.add((exchange.tells_k, exchange.tells_k and exchange.num_lead))
+        assert len(seen) == 1, (whole, dims, num_lead, seen)
+        found.add(seen.pop()[0])
+    assert found == {True} | ({False} if min(parts) < 2 and max(parts) > 1 else set())
 
 
 @pytest.mark.parametrize("problem", [p for p in ALL_PROBLEMS if p.op == "all_to_all_matmul"], ids=str)

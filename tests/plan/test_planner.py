@@ -416,6 +416,12 @@ def test_a_plan_has_the_rounds_of_a_gather_in_pieces(capturing: list[bool]) -> N
         assert planner.plan("all_to_all_matmul", gathered, BF16, member()).num_rounds == 4
         assert planner.plan("all_to_all_matmul", gathered, FP32, member()).num_rounds == 1
         assert planner.plan("all_to_all_matmul", gathered, BF16, member("cpu")).num_rounds == 1
+    for rows, want in ((2 * 16377, (7, 2340 << 13)), (2 * 3, (3, 1 << 26))):  # cut between rows, which may be long
+        k = 4096 if rows > 6 else 1 << 25
+        gathered = shapes.all_to_all_matmul((rows, k // 2), (k - 1, 8), 1, 0, 2, Splits(gather_size=k - 1, rank=0))
+        with fusedcomm.force_algorithm("chunked"):
+            plan = planner.plan("all_to_all_matmul", gathered, BF16, member())
+        assert (plan.num_rounds, plan.slot_bytes) == want
     even = shapes.all_to_all_matmul((2 * 4224, 4096), (8192, 4096), 1, 0, 2)
     for name in ("chunked", "fused"):
         with fusedcomm.force_algorithm(name):

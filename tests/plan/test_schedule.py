@@ -97,6 +97,17 @@ def test_nothing_races(group_size: int, way: str) -> None:
     assert not found(world_of(way, group_size), calls([*PROBLEMS, *FEW_ROWS, BATCHED, *PLAIN, *OTHERS]))
 
 
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+def test_many_rounds_take_no_more_temporaries_than_few(device: Device) -> None:
+    """Columns in short runs are packed once, and a product of two receivers lies in one place."""
+    packed = Problem("packed-qkv", (256, 64), 96, 0, 2, out_shape=(3, 8, 4), bias=True)
+    shared = Uneven("matmul_all_to_all", (256, 4, 64), 2, gather_dim=0, scatter_dim=1, scatter=((0, 2), (0, 2)))
+    for problem in (packed, shared):
+        made = [schedule(problem, memory_of(0, 2, size), device, "chunked") for size in (1 << 12, 1 << 14)]
+        assert made[0].num_rounds > made[1].num_rounds > 1
+        assert 0 < made[0].temporary_bytes <= made[1].temporary_bytes
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_two_groups_do_not_race(algorithm: str) -> None:
     assert not found(world_of(algorithm, num_groups=2), on_two_streams(PROBLEMS[::3]))

@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_all_streams_joined(monkeypatch: pytest.MonkeyPatch) -> No
         self.streams = streams
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Execution, "steps", interrupted)
+    monkeypatch.setattr(Execution, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         python_executor.run(Schedule((), (), 0, (), 0, ()), workspace, PUSH.op, 7, [])
     assert [each.args[0] for each in streams[Stream.MAIN].wait_stream.mock_calls] == list(streams.values())

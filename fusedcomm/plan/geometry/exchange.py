@@ -118,13 +118,18 @@ class Exchange:
 
     @property
     def tells_k(self) -> bool:
-        """Whether each rank finds the same dims of the exchanged x to make up K, by their product."""
+        """Whether each rank finds the same dims of the exchanged x to make up K, by their product.
+
+        A part of one does not show whether K begins with it, and an empty part hides the dims before it.
+        """
         if self.is_plain or not self.gathers or self.cut is None:
             return True
         if self.cut.scattered is None or self._scatter_dim is None:
             return True
-        fewest, is_last = min(self.cut.scattered.sizes), self._scatter_dim == len(self.shape) - 1
-        return self._scatter_dim < self.split_dim or fewest > 1 or (fewest == 1 and is_last)
+        sizes, dim = self.cut.scattered.sizes, self._scatter_dim
+        if min(sizes) > 1 or dim == 0 or (min(sizes) == 1 and dim == len(self.shape) - 1):  # K never has the first dim
+            return True
+        return dim < self.num_lead and (1 not in sizes or math.prod(self.shape[dim + 1 : self.num_lead]) > 1)
 
     @property
     def splits_columns(self) -> bool:
@@ -202,12 +207,15 @@ class Exchange:
                 self._rounds[max_chunk_numel] = found
         return found
 
-    def piece_numel(self, itemsize: int, max_chunk_numel: int) -> int:
-        """The size of a chunk in `num_pieces` rounds, or in more if it must be smaller."""
-        return min(max_chunk_numel, -(-self.chunk_numel // num_pieces(self.chunk_numel * itemsize)))
+    def rounds_of(self, algorithm: str, device_type: str, itemsize: int, max_chunk_numel: int) -> list[RoundSpans]:
+        """The rounds of an algorithm with a workspace."""
+        if algorithm == "chunked" and device_type == "cuda" and self.comes_in_pieces(itemsize):
+            return self.pieces(num_pieces(self.chunk_numel * itemsize), max_chunk_numel)
+        return self.rounds(max_chunk_numel)
 
-    def pieces(self, num_pieces: int) -> list[RoundSpans]:
-        """The rounds of `pipelined`: ``num_pieces``, or fewer where rows, which may be of several dims, do not divide.
+    def pieces(self, num_pieces: int, max_chunk_numel: int | None = None) -> list[RoundSpans]:
+        """``num_pieces`` rounds, or fewer where rows, which may be of several dims, do not divide, or more where chunks
+        must be smaller.
 
         Asked for as many as it has found, it finds the same.
         """
@@ -219,7 +227,8 @@ class Exchange:
                 rows = step * math.prod(self.block[dim + 1 : num_lead])
                 break
             outer *= size
-        return self.rounds(rows * math.prod(self.block[num_lead:]))
+        numel = rows * math.prod(self.block[num_lead:])
+        return self.rounds(numel if max_chunk_numel is None else min(numel, max_chunk_numel))
 
     def _round(self, box: list[Range]) -> RoundSpans:
         box = box + [Range(0, size) for size in self.block[self.num_lead :]]

@@ -42,7 +42,7 @@ def two_shot(x: Shape, w: Shape | None, eps: float, group_size: int) -> Exchange
 def reduce_scatter(
     x: Shape, w: Shape, eps: float, scatter_dim: int, group_size: int, splits: Splits = EVEN
 ) -> Exchange:
-    """That of the reduce_scatter, which it meets in `chunked`: the residual and the norm are each rank's own."""
+    """That of the reduce_scatter, which it meets on a workspace: the residual and the norm are each rank's own."""
     exchange = matmul_reduce_scatter(x, w, "sum", scatter_dim, group_size, splits)
     if exchange.splits_columns:
         raise ValueError(f"scatter_dim must not be the last dim, as each rank norms whole rows, got {scatter_dim}")

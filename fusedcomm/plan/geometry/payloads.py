@@ -1,8 +1,9 @@
 """The Exchange of each collective without a matmul. All dims of its tensor are rows, so that rounds cut it anywhere."""
 
 import math
+from typing import Any
 
-from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
+from fusedcomm.plan.geometry.cut import EVEN, Splits, cut_of
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import (
     Shape,
@@ -11,9 +12,11 @@ from fusedcomm.plan.geometry.shapes import (
     check_group_size,
     check_reduce_op,
     cuts_columns,
+    gather,
     gathered_shape,
     is_symbolic,
     of,
+    push,
     with_sizes,
 )
 from fusedcomm.plan.geometry.spans import block_shape
@@ -90,50 +93,13 @@ def _check(x: Shape, group_size: int) -> None:
 
 
 def _gather(
-    x: Shape,
-    gathered: list[int],
-    gather_dim: int,
-    scatter_dim: int | None,
-    group_size: int,
-    cut: Cut | None = None,
-    largest: Exchange | None = None,
+    x: Shape, gathered: list[int], gather_dim: int, scatter_dim: int | None, group_size: int, *cut: Any
 ) -> Exchange:
-    return Exchange(
-        shape=gathered,
-        num_lead=len(gathered),
-        num_batch_dims=0,
-        split_dim=gather_dim,
-        packed=([*x], scatter_dim),
-        unpacked=(gathered, gather_dim),
-        group_size=group_size,
-        out_shapes=[gathered],
-        k=0,
-        gathers=True,
-        cut=cut,
-        largest=largest,
-    )
+    more = dict(zip(("cut", "largest"), cut, strict=False))
+    packed = ([*x], scatter_dim)
+    return gather(gathered, len(gathered), (0, 0), gather_dim, packed, group_size, [gathered], **more)
 
 
-def _reduce(
-    x: Shape,
-    split_dim: int,
-    unpacked: tuple[list[int], int | None],
-    group_size: int,
-    reduce_op: str,
-    cut: Cut | None = None,
-    largest: Exchange | None = None,
-) -> Exchange:
-    return Exchange(
-        shape=[*x],
-        num_lead=len(x),
-        num_batch_dims=0,
-        split_dim=split_dim,
-        packed=(block_shape(x, split_dim, group_size), None),
-        unpacked=unpacked,
-        group_size=group_size,
-        out_shapes=[unpacked[0]],
-        k=0,
-        reduce_op=reduce_op,
-        cut=cut,
-        largest=largest,
-    )
+def _reduce(x: Shape, split_dim: int, unpacked: Any, group_size: int, reduce_op: str, *cut: Any) -> Exchange:
+    more = dict(zip(("cut", "largest"), cut, strict=False))
+    return push((*x, 0), (0, 0), [*x], split_dim, unpacked, group_size, reduce_op=reduce_op, **more)

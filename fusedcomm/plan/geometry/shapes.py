@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.plan.geometry.cut import EVEN, Cut, Splits, cut_of
+from fusedcomm.plan.geometry.cut import EVEN, Splits, cut_of
 from fusedcomm.plan.geometry.exchange import FEW_ROWS, Exchange
 from fusedcomm.plan.geometry.spans import block_shape
 from fusedcomm.plan.scaling import VALUES
@@ -42,7 +42,7 @@ def matmul_all_to_all(
     cut = cut_of(splits, y[gather_dim], y[scatter_dim], group_size)
     if cut is None:
         out = gathered_shape(block_shape(y, scatter_dim, group_size), gather_dim, group_size)
-        return _push(x, w, y, scatter_dim, (out, gather_dim), group_size)
+        return push(x, w, y, scatter_dim, (out, gather_dim), group_size)
     (gathered, scattered), largest = cut.both, None
     if not is_symbolic((*x, *y, *cut)):
         lead, sizes = (
@@ -53,7 +53,7 @@ def matmul_all_to_all(
         whole = (*sizes[:lead], x[-1]), (*sizes[: len(w) - 2], x[-1], math.prod(sizes[lead:]))
         largest = of(matmul_all_to_all, *whole, columns, gather_dim, scatter_dim, group_size)
     out = with_sizes(y, {gather_dim: gathered.total, scatter_dim: scattered.sizes[cut.rank]})
-    return _push(x, w, y, scatter_dim, (out, gather_dim), group_size, cut=cut, largest=largest)
+    return push(x, w, y, scatter_dim, (out, gather_dim), group_size, cut=cut, largest=largest)
 
 
 def all_to_all_matmul(
@@ -79,7 +79,7 @@ def all_to_all_matmul(
         whole_w = (*all_of[: len(w) - 2], math.prod(all_of[num_lead:]), w[-1])
         largest = of(all_to_all_matmul, tuple(sizes), whole_w, gather_dim, scatter_dim, group_size)
     outs, packed = [[*lead, w[-1]]], (list(x), scatter_dim)
-    return _gather(exchanged, num_lead, w, gather_dim, packed, group_size, outs, cut, largest)
+    return gather(exchanged, num_lead, w, gather_dim, packed, group_size, outs, cut=cut, largest=largest)
 
 
 def all_gather_matmul(
@@ -108,7 +108,7 @@ def all_gather_matmul(
         whole_ws = tuple((*sizes[: len(w) - 2], sizes[-1], w[-1]) for w in ws)
         largest = of(all_gather_matmul, tuple(part), whole_ws, gather_dim, group_size)
     outs, packed = [[*gathered[:-1], w[-1]] for w in ws], (list(x), None)
-    return _gather(gathered, len(x) - 1, ws[0], gather_dim, packed, group_size, outs, cut, largest)
+    return gather(gathered, len(x) - 1, ws[0], gather_dim, packed, group_size, outs, cut=cut, largest=largest)
 
 
 def matmul_reduce_scatter(
@@ -123,7 +123,7 @@ def matmul_reduce_scatter(
     cut = cut_of(splits, None, y[scatter_dim], group_size)
     if cut is None:
         block = block_shape(y, scatter_dim, group_size)
-        return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op)
+        return push(x, w, y, scatter_dim, (block, None), group_size, reduce_op=reduce_op)
     assert cut.scattered is not None
     largest = None
     if not is_symbolic((*x, *y, *cut)):
@@ -131,7 +131,7 @@ def matmul_reduce_scatter(
         whole = (*sizes[:-1], x[-1]), (*sizes[: len(w) - 2], x[-1], sizes[-1])
         largest = of(matmul_reduce_scatter, *whole, reduce_op, scatter_dim, group_size)
     block = with_sizes(y, {scatter_dim: cut.scattered.sizes[cut.rank]})
-    return _push(x, w, y, scatter_dim, (block, None), group_size, reduce_op, cut=cut, largest=largest)
+    return push(x, w, y, scatter_dim, (block, None), group_size, reduce_op=reduce_op, cut=cut, largest=largest)
 
 
 def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int, *, whole_rows: bool = False) -> Exchange:
@@ -150,63 +150,31 @@ def matmul_all_reduce(x: Shape, w: Shape, reduce_op: str, group_size: int, *, wh
     if y[split_dim] % group_size:
         y[split_dim] += -y[split_dim] % group_size
         out = y
-    return replace(_push((*lead, x[-1]), w, y, split_dim, (y, split_dim), group_size, reduce_op), out_shapes=[out])
+    return replace(
+        push((*lead, x[-1]), w, y, split_dim, (y, split_dim), group_size, reduce_op=reduce_op), out_shapes=[out]
+    )
 
 
-def _push(
+def push(
     x: Shape,
     w: Shape,
     y: list[int],
     split_dim: int,
     unpacked: tuple[list[int], int | None],
     group_size: int,
-    reduce_op: str | None = None,
-    cut: Cut | None = None,
-    largest: Exchange | None = None,
+    **more: Any,
 ) -> Exchange:
     """The Exchange of y = x @ w, viewed: its blocks along split_dim go to the ranks; received blocks are the result."""
-    return Exchange(
-        shape=y,
-        num_lead=len(x) - 1,
-        num_batch_dims=len(w) - 2,
-        split_dim=split_dim,
-        packed=(block_shape(y, split_dim, group_size), None),
-        unpacked=unpacked,
-        group_size=group_size,
-        out_shapes=[unpacked[0]],
-        k=x[-1],
-        reduce_op=reduce_op,
-        cut=cut,
-        largest=largest,
-    )
+    sent, outs = (block_shape(y, split_dim, group_size), None), [unpacked[0]]
+    return Exchange(y, len(x) - 1, len(w) - 2, split_dim, sent, unpacked, group_size, outs, x[-1], **more)
 
 
-def _gather(
-    gathered: list[int],
-    num_lead: int,
-    w: Shape,
-    gather_dim: int,
-    packed: tuple[list[int], int | None],
-    group_size: int,
-    out_shapes: list[list[int]],
-    cut: Cut | None,
-    largest: Exchange | None,
+def gather(
+    gathered: list[int], num_lead: int, w: Shape, gather_dim: int, packed: Any, group_size: int, outs: Any, **more: Any
 ) -> Exchange:
     """The Exchange of gathered @ w; blocks along gather_dim come from the ranks."""
-    return Exchange(
-        shape=gathered,
-        num_lead=num_lead,
-        num_batch_dims=len(w) - 2,
-        split_dim=gather_dim,
-        packed=packed,
-        unpacked=(gathered, gather_dim),
-        group_size=group_size,
-        out_shapes=out_shapes,
-        k=w[-2],
-        gathers=True,
-        cut=cut,
-        largest=largest,
-    )
+    where = gather_dim, packed, (gathered, gather_dim), group_size
+    return Exchange(gathered, num_lead, len(w) - 2, *where, outs, w[-2], gathers=True, **more)
 
 
 def cuts_columns(rows: int, n: int, group_size: int, whole_rows: bool = False) -> bool:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from fusedcomm.kernels.triton.bundles import Span
 
 
@@ -76,6 +78,13 @@ def clip(box: Sequence[Range], block: Sequence[int]) -> list[Range]:
     """Intersect ``box`` with a block, which may be smaller than the block that it was cut from."""
     starts = [min(r.start, size) for r, size in zip(box, block, strict=True)]
     return [Range(start, min(r.size, size - start)) for start, r, size in zip(starts, box, block, strict=True)]
+
+
+def bias_of(bias: Tensor | None, run: Span) -> Tensor | None:
+    """The bias of a run of whole rows, or of the run's columns where it is within a row."""
+    if bias is None or run.size >= bias.numel():
+        return bias
+    return bias.narrow(0, run.start % bias.numel(), run.size)
 
 
 def block_shape(shape: Sequence[int], split_dim: int, group_size: int) -> list[int]:
