@@ -211,7 +211,10 @@ def not_writable(args: argparse.Namespace, *options: str) -> str | None:
     for option in options if is_rank_0() else ():
         try:
             if file := getattr(args, option, None):
+                is_new = not os.path.exists(file)
                 open(file, "a").close()
+                if is_new:
+                    os.remove(file)
         except OSError as error:
             return f"--{option} {file}: {error.strerror}"
     return None
