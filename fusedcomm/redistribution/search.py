@@ -1,4 +1,4 @@
-"""The fastest steps from one sharding to another: at most two collectives over any mesh dims, or one mesh dim at a time.
+"""The fastest steps from one sharding to another: one collective, or two, or one mesh dim at a time.
 
 Two collectives meet in a state in which each mesh dim shards as before, as after, or not at all. Mesh dims that hold
 partial sums may also shard one tensor dim innermost there. If mesh dims that shard as before and others that shard as
