@@ -12,7 +12,7 @@ from fusedcomm.bench import common
 from fusedcomm.bench.common import us
 from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.timing import Timing, check_values, measure
-from fusedcomm.launch import world
+from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.ops.exact_problem import difference
 
@@ -88,12 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("experts", 8, "of all ranks"),
         ("k", 2, "experts of a token"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
+        parser.add_argument(f"--{name}", type=console.positive, default=default, help=f"{text} (default: {default})")
     common.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    cases = [(args.tokens, args.hidden, args.experts, args.k, dtype) for dtype in args.dtype]
+    _, num_ranks, problem = world.asked_for(args)
+    if not problem and (args.experts % num_ranks or args.experts < args.k):
+        text = f"--experts must be a multiple of {num_ranks} ranks and at least --k, {args.k}, got {args.experts}"
+        return console.fail("bench moe", text, code=2)
+    cases = [(args.tokens, args.hidden, args.experts, args.k, dtype) for dtype in common.dtypes_of(args)]
     return common.run_cases("bench moe", args, measure_moe, cases, _COLUMNS)
 
 

@@ -15,7 +15,7 @@ from fusedcomm.bench.common import us
 from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.table import num_bytes
 from fusedcomm.bench.timing import Timing, check_values
-from fusedcomm.launch import world
+from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column
 from fusedcomm.ops.exact_problem import difference
 
@@ -66,10 +66,10 @@ def measure_plain(rank: int, op: str, size: int, dtype: str, device_type: str, r
 
     check_values(calls, check)
     x.normal_()
-    times = {name: Timing.of(each) for name, each in common.rounds_of_one(calls, size, device, rounds).items()}
+    times = {name: Timing.of(each) for name, each in common.rounds_of_one(calls, x.nbytes, device, rounds).items()}
     dims = {"all_to_all": (1, 0), "all_reduce": ()}.get(op, (0,))
     plan = fusedcomm.explain(op, x, *dims)
-    return PlainRow(op, dtype, size, group_size, str(plan), times[BACKEND], times[OURS])
+    return PlainRow(op, dtype, x.nbytes, group_size, str(plan), times[BACKEND], times[OURS])
 
 
 def _integers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -78,12 +78,13 @@ def _integers(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", nargs="+", choices=tuple(CALLS), default=list(CALLS), help="default: all four")
-    parser.add_argument("--bytes", nargs="+", type=int, default=SIZES, help="bytes of x (default: 64 KiB to 16 MiB)")
+    sizes = "of x: 64K, 1M (default: 64K to 16M)"
+    parser.add_argument("--bytes", nargs="+", type=console.size_in_bytes, default=SIZES, help=sizes)
     common.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes = [*itertools.product(args.op, args.bytes, args.dtype)]
+    sizes = [*itertools.product(args.op, args.bytes, common.dtypes_of(args))]
     return common.run_cases("bench plain", args, measure_plain, sizes, _COLUMNS)
 
 

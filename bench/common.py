@@ -57,13 +57,17 @@ def rounds_of_one(
     return {name: seconds / repeat for name, seconds in found.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = (), rounds: int = 15) -> None:
-    """``dtypes``: by default bfloat16 on GPUs, float32 on CPUs."""
-    default = dtypes or ["bfloat16" if world.default_device_type() == "cuda" else "float32"]
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=[*default], help=f"default: {' '.join(default)}")
-    parser.add_argument("--rounds", "-n", type=console.positive, default=rounds, help=f"of each (default: {rounds})")
+def add_arguments(parser: argparse.ArgumentParser, rounds: int = 15) -> None:
+    dtype = "of the data (default: bfloat16 on GPUs, float32 on CPUs, of which many multiply no bfloat16)"
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help=dtype)
+    text = f"measurements of each variant (default: {rounds})"
+    parser.add_argument("--rounds", "-n", type=console.positive, default=rounds, metavar="N", help=text)
     console.add_rank_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
+
+
+def dtypes_of(args: argparse.Namespace) -> list[str]:
+    return args.dtype or ["bfloat16" if world.asked_for(args)[0] == "cuda" else "float32"]
 
 
 def run_cases(
@@ -79,9 +83,7 @@ def run_cases(
     ``end`` gets the rows, and gives more facts. Exit code: 0, 1 for wrong values or a failure in a rank, 2 for wrong
     arguments.
     """
-    device_type = args.device or world.default_device_type()
-    world_size = world.world_size_of(args.world_size, device_type)
-    problem = world.cannot_start(device_type, world_size, args.oversubscribe)
+    device_type, world_size, problem = world.asked_for(args)
     if problem := problem or console.not_writable(args, "json"):
         return console.fail(name, problem, code=2)
     rows: list[Any] = []

@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    order = itertools.product(args.dtype, args.hidden, args.K, args.rows)
+    order = itertools.product(common.dtypes_of(args), args.hidden, args.K, args.rows)
     sizes = [(rows, hidden, k, dtype) for dtype, hidden, k, rows in order]
     facts = {"ratios": ABOUT, "goal": GOAL}
     return common.run_cases("bench decode", args, measure_decode, sizes, _COLUMNS, lambda rows: facts)

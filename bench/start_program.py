@@ -279,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Values are checked before anything is timed.")
     for field in fields(ProgramSizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    common.add_arguments(parser, ("float32", "bfloat16"), rounds=41)
+    common.add_arguments(parser, rounds=41)
+    parser.set_defaults(dtype=["float32", "bfloat16"])
     args = parser.parse_args(argv)
     sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
     huge_pages = world.torch_asks_for_huge_pages()

@@ -8,8 +8,6 @@
                 on a GPU the smallest calls' whole time, which is their host's: the median, and for chunked the same fit
                 over the number of chunks (matmul_all_reduce has twice as many)
 
-A group without workspace, as one across hosts, measures unfused and pipelined calls, and a piece of the latter.
-
 Times are those of `bench.timing`: the slowest rank's, the median over rounds, so the constants are equal on all ranks.
 A reference, one matmul, is measured among the variants of every measurement: how much its times differ is the noise.
 Nothing is kept where the noise is large or more bytes take less time, because the machine did other things too, nor
@@ -42,7 +40,7 @@ from fusedcomm.memory.group import resolve
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import MatmulSize
-from fusedcomm.plan.cost import in_pieces, model, tuned
+from fusedcomm.plan.cost import model, tuned
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import ITEMSIZE, Constants
 from fusedcomm.plan.forced import force_algorithm
@@ -128,9 +126,7 @@ class Sample:
 
     def estimate(self, constants: Constants, num_ranks: int) -> dict[str, float]:
         exchange = exchange_of(self.op, MatmulSize(self.rows, self.k, self.n), num_ranks)
-        found = dict(model.estimate(self.op, exchange, self.dtype, constants))
-        if "pipelined" in self.measured:
-            found["pipelined"] = in_pieces.fastest(self.op, exchange, self.dtype, constants)[1]
+        found = model.estimate(self.op, exchange, self.dtype, constants)
         return {name: found[name] for name in self.measured}
 
 
@@ -156,11 +152,6 @@ def tune(ours: Member, quick: bool, on_done: Callable[[int], None] = lambda done
         on_done(done + 1)
     samples = tuple(replace(each, estimated=each.estimate(constants, ours.group_size)) for each in bench.samples)
     return Tuned(constants, tuple(bench.points), samples, noise(bench.references))
-
-
-def num_hosts_of(ours: Member) -> int:
-    """The hosts of a group that can have no workspace, else 0: as `tuned.key` counts them."""
-    return 0 if ours.topology.no_workspace is None else ours.topology.num_hosts
 
 
 def noise(references: Sequence[float]) -> float:
@@ -191,7 +182,7 @@ def misfit(samples: Sequence[Sample]) -> str | None:
 class _Bench:
     def __init__(self, ours: Member, sizes: TuneSizes, rounds: int) -> None:
         self.ours, self.sizes, self.rounds = ours, sizes, rounds
-        self.device, self.num_ranks, self.num_hosts = ours.device, ours.group_size, num_hosts_of(ours)
+        self.device, self.num_ranks = ours.device, ours.group_size
         self.samples: list[Sample] = []
         self.points: list[Point] = []
         self.references: list[float] = []  # times of the reference, one per measurement
@@ -260,20 +251,19 @@ def _matmul(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _copies(bench: _Bench, constants: Constants) -> Constants:
-    """Without a workspace pipelined unpacks into new memory."""
-    slot = None if bench.num_hosts else _slot_of_a_peer(bench)
+    slot = _slot_of_a_peer(bench)
     variants: dict[tuple[str, int], Callable[[], Any]] = {}
     for num_bytes in bench.sizes.num_bytes:
         sent = bench.random(bench.num_ranks, num_bytes // 4 // bench.num_ranks // 64, 64)
         arrived = sent.movedim(0, 1)
         variants["copy", num_bytes] = arrived.contiguous
-        if slot is not None and num_bytes <= slot.nbytes:
+        if num_bytes <= slot.nbytes:
             variants["unpack", num_bytes] = partial(torch.empty(arrived.shape, device=bench.device).copy_, arrived)
             variants["link", num_bytes] = partial(slot[: sent.numel()].view(sent.shape).copy_, sent)
     found = {what: line(times) for what, times in bench.move(variants).items()}
-    names = ["copy_bandwidth", "copy_overhead", *(["link_bandwidth", "link_latency"] if "link" in found else [])]
-    lines = dict(zip(names, (*found["copy"], *found.get("link", ())), strict=True))
-    return replace(constants, unpack_bandwidth=found.get("unpack", found["copy"])[0], **lines)
+    (copy, copy_overhead), (link, latency), (unpack, _) = found["copy"], found["link"], found["unpack"]
+    constants = replace(constants, copy_bandwidth=copy, copy_overhead=copy_overhead, unpack_bandwidth=unpack)
+    return replace(constants, link_bandwidth=link, link_latency=latency)
 
 
 def _slot_of_a_peer(bench: _Bench) -> Tensor:
@@ -307,10 +297,12 @@ def _collectives(bench: _Bench, constants: Constants) -> Constants:
 
 
 def _overheads(bench: _Bench, constants: Constants) -> Constants:
-    apart, on_gpu = bench.num_hosts > 0, bench.device.type == "cuda"
+    on_gpu = bench.device.type == "cuda"
     calls = dict.fromkeys(constants.call_overhead, 0.0)
-    without = replace(constants, call_overhead=calls, chunk_overhead=0.0, piece_overhead=0.0)
-    names = [each for each in names_of(constants, apart) if each != "fused" or bench.ours.topology.no_fused is None]
+    without = replace(constants, call_overhead=calls, chunk_overhead=0.0)
+    names = ["unfused", "chunked"]
+    if constants.fused_flops and bench.ours.topology.no_fused is None:
+        names.append("fused")
     points: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
     for op, size, dtype in itertools.product(PROGRAMS, bench.sizes.calls, ("float32", "bfloat16")):
         data = _data(bench, op, size, dtype, names)
@@ -325,30 +317,10 @@ def _overheads(bench: _Bench, constants: Constants) -> Constants:
             continue  # its device may have been slower than its host
         count = bench.num_ranks * (2 if op == "matmul_all_reduce" else 1)
         for name, t in times.items():
-            extra = t - (0.0 if on_gpu else estimated[name])
-            points[name].append((count, _of_a_piece(data, dtype, without, t) if name == "pipelined" else extra, t))
+            points[name].append((count, t - (0.0 if on_gpu else estimated[name]), t))
     found = {name: max(statistics.median(extra for _, extra, _ in points[name]), LEAST_S) for name in names}
-    chunk, piece = 0.0, found.pop("pipelined", constants.piece_overhead)
-    if not apart:
-        found["chunked"], chunk = affine(points["chunked"])
-    return replace(
-        constants, call_overhead={**constants.call_overhead, **found}, chunk_overhead=chunk, piece_overhead=piece
-    )
-
-
-def _of_a_piece(data: OpData, dtype: str, without: Constants, t: float) -> float:
-    """The measured time of a piece beyond its estimate, chunks included."""
-    with force_algorithm("pipelined"):
-        num_pieces = data.plan().num_rounds
-    op, exchange = data.bench.op, exchange_of(data.bench.op, data.size, data.num_ranks)
-    return (t - in_pieces.seconds(op, exchange, dtype, without, num_pieces)) / num_pieces
-
-
-def names_of(constants: Constants, apart: bool) -> list[str]:
-    """The algorithms that the planner chooses from. ``apart``: whether ranks have no workspace."""
-    if apart:
-        return ["unfused", "pipelined"]
-    return ["unfused", "chunked", *(["fused"] if constants.fused_flops else [])]
+    found["chunked"], chunk = affine(points["chunked"])
+    return replace(constants, call_overhead={**constants.call_overhead, **found}, chunk_overhead=chunk)
 
 
 def exchange_of(op: str, size: MatmulSize, num_ranks: int) -> Exchange:
@@ -413,21 +385,21 @@ def _precision(dtype: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup, num_hosts: int = 0) -> Path:
+def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
     """A collective: every rank writes, as hosts need not share the folder, and then reads. Raises OSError on all ranks
     alike. A shared folder is safe, as a file is replaced in one step.
     """
     rank, size, error = pg.rank(), pg.size(), ""
     try:
-        tuned.write(constants, device, size, num_hosts)
+        tuned.write(constants, device, size)
     except OSError as failure:
         error = f"cannot write {failure.filename}: {failure.strerror}"
     dist.barrier(pg)
-    own = {"error": error, "same": tuned.read(device, size, num_hosts) == constants}
+    own = {"error": error, "same": tuned.read(device, size) == constants}
     facts = agree(group.store(pg, f"tune/{device.type}"), rank, size, own, what="fusedcomm tune")
     for r, fact in enumerate(facts):
         if fact["error"]:
             raise OSError(f"rank {r} {fact['error']}")
     if others := [r for r, fact in enumerate(facts) if not fact["same"]]:
         raise OSError(f"ranks {others} do not read what they wrote to {env.cache_dir()}")
-    return tuned.path_of(tuned.key(device, size, num_hosts))
+    return tuned.path_of(tuned.key(device, size))

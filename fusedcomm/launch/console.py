@@ -22,6 +22,7 @@ from rich.text import Text
 from fusedcomm.launch.world import is_rank_0
 
 PLAIN_WIDTH = 100  # columns, where neither a terminal nor COLUMNS says how many there are
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 GAP = 2  # spaces between columns of a table
 
 
@@ -211,7 +212,10 @@ def not_writable(args: argparse.Namespace, *options: str) -> str | None:
     for option in options if is_rank_0() else ():
         try:
             if file := getattr(args, option, None):
+                is_new = not os.path.exists(file)
                 open(file, "a").close()
+                if is_new:
+                    os.remove(file)
         except OSError as error:
             return f"--{option} {file}: {error.strerror}"
     return None
@@ -221,6 +225,18 @@ def write_json(file: str, report: Any) -> None:
     with open(file, "w") as opened:
         json.dump(report, opened, indent=2)
         opened.write("\n")
+
+
+def size_in_bytes(text: str) -> int:
+    """As nccl-tests reads it: a number, and K, M or G for powers of 1024."""
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
+    try:
+        value = int(float(number) * UNITS[unit])
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive number of bytes, K, M or G, got {text!r}")
+    return value
 
 
 def positive(text: str) -> int:

@@ -55,14 +55,19 @@ def asked_for(args: argparse.Namespace) -> tuple[str, int, str | None]:
 
 def cannot_start(device_type: str, world_size: int, oversubscribe: bool) -> str | None:
     """Why a command does not start so many ranks here, or None; torchrun's have been started already."""
+    if problem := bare_srun():
+        return problem
     if device_type == "cuda":
         missing = missing_gpus(world_size)
         return missing and f"--device cuda: {missing}"
-    if not under_torchrun() and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        return (
-            "each task of srun must have RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or be one that starts torchrun"
-        )
     return None if under_torchrun() or oversubscribe else too_many("--world-size", world_size, 2)
+
+
+def bare_srun() -> str | None:
+    """Why this task of srun, one of several, must not start ranks, or None: each would start a world."""
+    if under_torchrun() or int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) < 2:
+        return None
+    return "each task of srun must have RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or be one that starts torchrun"
 
 
 def too_many(option: str, asked: int, always: int, device_type: str = "cpu") -> str | None:

@@ -27,7 +27,7 @@ from fusedcomm.memory.redact import redact
 
 log = logging.getLogger("fusedcomm")
 
-SCHEMA = 1
+SCHEMA = 2
 SIGUSR1 = "SIGUSR1"  # the reason that a dump gives
 ENDED = "the program has ended"  # another, which an exception may follow
 LISTENER = "fusedcomm-dumps"
@@ -105,6 +105,7 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
             "pid": os.getpid(),
             "why": why,
             "time": clock,
+            "started": clock - _age_s(),
             "versions": {name: machine.version(name) for name in machine.PACKAGES}
             | {"python": platform.python_version()},
             "environment": machine.environment(),
@@ -112,6 +113,12 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
             "stacks": _stacks(),
         }
     )
+
+
+def _age_s() -> float:
+    """Of this process, which another run does not share."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # since the boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str, Any]:

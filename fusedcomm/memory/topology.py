@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup
 
 from fusedcomm import env
 from fusedcomm.kernels import native_part
@@ -41,8 +41,6 @@ class Topology:
     plan_bytes: int = 256 << 20  # the smallest FUSEDCOMM_PLAN_BYTES of all ranks
     backend: str = ""  # of the group's own collectives on this device type
     across: Reach | None = None  # None on a single host
-    num_hosts: int = 1
-    measured_apart: bool = False  # whether constants were measured without workspace, over as many hosts
     backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
     no_float8: str | None = None  # why fused cannot run on float8
 
@@ -57,8 +55,7 @@ class Topology:
 def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures | None]:
     """The group's Topology, by a bounded collective, and this rank's watch over its peers.
 
-    GPUs vote twice: on facts, then on NVML's answer for each pair. Ranks without a workspace vote on the numbers
-    measured by such a group.
+    GPUs vote twice: on facts, then on NVML's answer for each pair.
     """
     rank, group_size = pg.rank(), pg.size()
     if dist.get_backend(pg) == "fake":
@@ -79,10 +76,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
         verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
         no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
-    num_hosts, apart = len({fact["host"] for fact in facts}), None
-    if no_workspace is not None:
-        apart = _measured_apart(store, rank, group_size, device, num_hosts)
-    if apart is None and not _all_have_the_same(facts, rank):
+    if no_workspace is not None or not _all_have_the_same(facts, rank):  # measured with a workspace
         constants = None
     voted = Topology(
         no_workspace,
@@ -91,15 +85,13 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         workspace_bytes=min(fact["workspace_bytes"] for fact in facts),
         algorithm=_same(facts, "algorithm", "FUSEDCOMM_ALGORITHM"),
         plan_bytes=min(fact["plan_bytes"] for fact in facts),
-        constants=apart or constants,
+        constants=constants,
         check=any(fact["check"] for fact in facts),
         ranks_per_gpu=_ranks_per_gpu([fact["uuid"] for fact in facts]),
         tf32=all(fact["tf32"] for fact in facts),
         prove=any(fact["prove"] for fact in facts),
         backend=_backend(pg, device),
         across=_across([fact["host"] for fact in facts]),
-        num_hosts=num_hosts,
-        measured_apart=apart is not None,
         backend_sums=_backend_sums(facts, rank),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
@@ -240,17 +232,6 @@ def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
     except Exception as error:  # NVML is missing, MIG, a container: any failure means that access is unproven
         return f"rank {rank}: NVML cannot tell whether its GPU reaches the peers' ({error})"
     return None
-
-
-def _measured_apart(store: Store, rank: int, group_size: int, device: torch.device, num_hosts: int) -> Constants | None:
-    """Numbers measured by groups without workspace on so many hosts, if all ranks have the same; a collective."""
-    try:
-        constants = tuned.read(device, group_size, num_hosts)
-    except OSError:  # without descriptors, say; the peers wait to hear of it
-        constants = None
-    own = {"constants": constants.digest if constants else None}
-    facts = agree(store, rank, group_size, own, what="fusedcomm vote on the numbers of collectives")
-    return constants if _all_have_the_same(facts, rank) else None
 
 
 def _all_have_the_same(facts: list[dict[str, Any]], rank: int) -> bool:

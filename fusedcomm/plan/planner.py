@@ -163,12 +163,9 @@ def _pipelined(
 
 
 def constants_of(member: Any) -> Constants:
-    """The numbers to estimate by; across hosts with data sheets' of the link between them, unless it was measured."""
-    topology = member.topology
-    constants = topology.constants or model.DEFAULTS[member.device.type]
-    if topology.across is None or topology.measured_apart:
-        return constants
-    return model.across_hosts(constants, topology.across)
+    """The numbers to estimate by; across hosts with data sheets' of the link between them."""
+    across, constants = member.topology.across, member.topology.constants or model.DEFAULTS[member.device.type]
+    return constants if across is None else model.across_hosts(constants, across)
 
 
 def _kind(dtype: torch.dtype, member: Any) -> str:

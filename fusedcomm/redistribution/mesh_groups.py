@@ -210,7 +210,9 @@ def _vote_on_mesh(known: _Mesh, ranks: tuple[int, ...]) -> MeshFacts:
     posted |= {"host": env.host_id(), "constants": constants.digest if constants else None, "check": env.check()}
     facts = _vote("mesh", posted, voters, "fusedcomm mesh vote")
     _check_same(facts, voters, ("device_type", "mesh_shape", "ranks"))
-    if len({fact["constants"] for fact in facts}) > 1:
+    if len({fact["host"] for fact in facts}) > 1:  # measured on one host
+        constants = None
+    elif len({fact["constants"] for fact in facts}) > 1:
         constants = None
         if group.process_group(None).rank() == voters[0]:
             log.warning("tuned numbers are not used on ranks %s: run `fusedcomm tune` where they share a cache", voters)

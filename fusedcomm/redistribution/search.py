@@ -1,33 +1,30 @@
-"""The fastest steps from one sharding to another: a search over collectives over any mesh dims.
+"""The fastest steps from one sharding to another: one collective, or two, or one mesh dim at a time.
 
-In an intermediate state each mesh dim shards as before, as after, or not at all. Mesh dims that hold partial sums may
-also, for a while, shard one tensor dim innermost. If mesh dims that shard as before and others that shard as after cut
-the same tensor dim, the latter cut inside. An edge is a step. So the search finds by itself that it may reduce before
-the data grow, put a reduce_scatter and an all_gather in place of an all_reduce, or move over several mesh dims at once.
+Two collectives meet in a state in which each mesh dim shards as before, as after, or not at all. Mesh dims that hold
+partial sums may also shard one tensor dim innermost there. If mesh dims that shard as before and others that shard as
+after cut the same tensor dim, the latter cut inside. So plans may reduce before the data grow, put a reduce_scatter and
+an all_gather in place of an all_reduce, or move over several mesh dims at once.
 
 Every plan is compared with `steps_by_dim`, which takes one mesh dim at a time and is a candidate itself. Another
 candidate counts only if it has no more collectives and sends no more bytes. So no plan is worse in either, or slower.
 
-The search reads nothing about this rank, so all ranks find the same plan.
+Nothing here depends on this rank, so all ranks find the same plan.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from fusedcomm.redistribution.by_dim import steps_by_dim
-from fusedcomm.redistribution.sharding import Sharding, intersection, numel
+from fusedcomm.redistribution.sharding import Sharding
 from fusedcomm.redistribution.step_time import MeshLinks
 from fusedcomm.redistribution.steps import SLICE, Step, merged_op, step
 
+_MOST_STATES = 1000  # all on meshes of four dims
 _ROUNDING = 1 + 1e-9  # sums of the same numbers in different orders differ by less
-_MOST_STEPS = 350  # looked at in one search, about 10 ms on 3 mesh dims; the best plan found by then counts
-DONE = -1.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,7 @@ def plan(before: Sharding, after: Sharding, itemsize: int, links: MeshLinks) -> 
     if before == after:
         return RedistributionPlan(before, after, itemsize, links, (), ())
     by_dim = tuple(_fastest_way(each, itemsize, links) for each in steps_by_dim(before, after))
-    steps = _Search(before, after, itemsize, links, by_dim).fastest()
+    steps = _fastest(before, after, itemsize, links, by_dim)
     return RedistributionPlan(before, after, itemsize, links, steps, by_dim)
 
 
@@ -148,135 +145,41 @@ def _check(before: Sharding, after: Sharding) -> None:
         raise ValueError(f"partials of one tensor must be of one reduce op, or of sum and avg, got {got}")
 
 
-@dataclass(frozen=True)
-class _Path:
-    cost: PlanCost
-    steps: tuple[Step, ...]
+def _fastest(
+    before: Sharding, after: Sharding, itemsize: int, links: MeshLinks, by_dim: tuple[Step, ...]
+) -> tuple[Step, ...]:
+    """The fastest of ``by_dim``, one collective, and two by way of a state, with no more collectives and bytes."""
+    bound = _total(by_dim, itemsize, links)
+    best, best_key = by_dim, _key(bound, by_dim)
 
-    def to(self, step: Step, cost: PlanCost) -> _Path:
-        return _Path(self.cost + cost, (*self.steps, step))
+    def consider(first: tuple[Step, ...], last: tuple[Step, ...]) -> None:
+        nonlocal best, best_key
+        for ways in itertools.product(*(each.ways for each in last)) if last else ():
+            cost = _total(steps := (*first, *ways), itemsize, links)
+            is_allowed = cost.num_collectives <= bound.num_collectives and cost.bytes <= bound.bytes * _ROUNDING
+            if is_allowed and (key := _key(cost, steps)) < best_key:
+                best, best_key = steps, key
 
-    @property
-    def key(self) -> tuple[float, int, float, int]:
-        return self.cost.seconds, self.cost.num_collectives, self.cost.bytes, len(self.steps)
-
-
-class _Search:
-    """A best-first search (A*).
-
-    `_finish` tries all single last collectives at once, so a state in the heap needs at least two more. A state is
-    pruned by its lower bound: the latency of these collectives, and the bytes of `_least_traffic`.
-    """
-
-    def __init__(
-        self, before: Sharding, after: Sharding, itemsize: int, links: MeshLinks, by_dim: tuple[Step, ...]
-    ) -> None:
-        self.before, self.after, self.itemsize, self.links = before, after, itemsize, links
-        self.latency, self.per_byte = links.least
-        self.bound = _total(by_dim, itemsize, links)
-        self.best = _Path(self.bound, by_dim)
-        self.wires: dict[Sharding, float] = {}
-        self.num_steps = 0
-
-    def fastest(self) -> tuple[Step, ...]:
-        start = _Path(FREE, ())
-        self._finish(start, self.before)
-        if not self._can_improve(start, self.before, 1):
-            return self.best.steps
-        states = _states(self.before, self.after)
-        seen: dict[Sharding, list[PlanCost]] = {}
-        count = itertools.count()
-        heap = [(0.0, next(count), start, self.before)]
-        while heap and self.num_steps < _MOST_STEPS:
-            _, _, path, state = heapq.heappop(heap)
-            earlier, cost = seen.setdefault(state, []), path.cost  # all earlier ones are at least as fast
-            if not self._can_improve(path, state, 2) or any(
-                other.num_collectives <= cost.num_collectives and other.bytes <= cost.bytes for other in earlier
-            ):
-                continue
-            earlier.append(cost)
-            for new in states:
-                for found in self._extended(path, state, new):
-                    self._finish(found, new)
-                    if self._can_improve(found, new, 2):
-                        heapq.heappush(heap, (found.cost.seconds + self._wire(new), next(count), found, new))
-        return self.best.steps
-
-    def _finish(self, path: _Path, state: Sharding) -> None:
-        """Try the one collective that leads to ``after``; after an all_reduce a slice may remain to be done."""
-        chain = [step(state, self.after)]
-        self.num_steps += 1
-        if chain[0] is None:
-            reduced = replace(state, partial=self.after.partial)
-            if not _slices(reduced, self.after):
-                return
-            chain = [step(state, reduced), step(reduced, self.after)]
-        for ways in itertools.product(*(each.ways for each in chain if each is not None)):
-            done = path
-            for each in ways:
-                done = done.to(each, PlanCost.of(each, self.itemsize, self.links))
-            if self._is_allowed(done.cost) and done.key < self.best.key:
-                self.best = done
-
-    def _extended(self, path: _Path, state: Sharding, new: Sharding) -> Iterator[_Path]:
-        """``path`` with the step to ``new``, in each of its ways, if that can lead to anything better."""
-        if new == state or not self._can_improve(path, new, 2):
-            return
-        found = step(state, new)
-        self.num_steps += 1
-        if found is None or found.kind == SLICE:  # a later step slices before it sends
-            return
-        for each in found.ways:
-            extended = path.to(each, PlanCost.of(each, self.itemsize, self.links))
-            if self._can_improve(extended, new, 1):
-                yield extended
-
-    def _can_improve(self, path: _Path, state: Sharding, num_more: int) -> bool:
-        """Whether ``path`` may beat the best, with at least ``num_more`` collectives from ``state``, or a slice."""
-        if (wire := self._wire(state)) == DONE:
-            return num_more == 1 and path.cost.seconds < self.best.cost.seconds and self._is_allowed(path.cost)
-        seconds = path.cost.seconds + num_more * self.latency + wire
-        return seconds < self.best.cost.seconds and self._is_allowed(path.cost, num_more)
-
-    def _is_allowed(self, cost: PlanCost, num_more: int = 0) -> bool:
-        bound = self.bound
-        return cost.num_collectives + num_more <= bound.num_collectives and cost.bytes <= bound.bytes * _ROUNDING
-
-    def _wire(self, state: Sharding) -> float:
-        """Lower bound of the seconds on the wire from ``state`` on; DONE if nothing must be sent."""
-        found = self.wires.get(state)
-        if found is None:
-            traffic = _least_traffic(state, self.after) * self.itemsize
-            found = self.wires[state] = DONE if _slices(state, self.after) else traffic * self.per_byte
-        return found
+    consider((), _last(before, after))
+    for state in _states(before, after) if bound.num_collectives > 1 else ():
+        first = step(before, state)
+        for way in first.ways if first is not None and first.kind != SLICE else ():  # a later step slices itself
+            if PlanCost.of(way, itemsize, links).seconds + links.least_latency < best_key[0]:
+                consider((way,), _last(state, after))
+    return best
 
 
-def _least_traffic(before: Sharding, after: Sharding) -> float:
-    """Lower bound of the elements that the busiest rank sends or receives, for any steps.
+def _key(cost: PlanCost, steps: Sequence[Step]) -> tuple[float, int, float, int]:
+    return cost.seconds, cost.num_collectives, cost.bytes, len(steps)
 
-    Without a reduction: the elements that a rank needs and does not hold. Summing `parts` values on one rank takes
-    `parts - 1` transfers, and each further rank that needs the sum takes one more. A rank also sends all elements that
-    it holds and does not keep.
-    """
-    sizes = before.mesh_shape
-    last = tuple(size - 1 for size in sizes)
-    boxes = [(before.box(each), after.box(each)) for each in ((0,) * len(sizes), last)]
-    kept = [numel(shared) if (shared := intersection(*both)) else 0 for both in boxes]
-    if before.partial == after.partial:
-        return max(numel(needed) - own for (_, needed), own in zip(boxes, kept, strict=True))
-    parts = owners = ranks = 1
-    copied = False
-    for size, op, op_after, dim, dim_after in zip(
-        sizes, before.partial, after.partial, before.tensor_dims, after.tensor_dims, strict=True
-    ):
-        if op_after is not None:
-            continue  # each index of a mesh dim that stays partial is like a tensor by itself
-        ranks *= size
-        parts *= size if op is not None else 1
-        owners *= size if dim_after is None else 1
-        copied |= op is None and dim is None and size > 1
-    mean = math.prod(before.shape) * (parts + owners - 2) / ranks
-    return mean if copied else max(mean, *(numel(held) - own for (held, _), own in zip(boxes, kept, strict=True)))
+
+def _last(state: Sharding, after: Sharding) -> tuple[Step, ...]:
+    """The collective that leads to ``after``, if one does; after an all_reduce a slice may remain to be done."""
+    reduced = replace(state, partial=after.partial)
+    chain = [step(state, after)]
+    if chain[0] is None and _slices(reduced, after):
+        chain = [step(state, reduced), step(reduced, after)]
+    return tuple(each for each in chain if each is not None)
 
 
 def _slices(state: Sharding, after: Sharding) -> bool:
@@ -289,17 +192,15 @@ _BEFORE, _AFTER, _WHOLE, _MEANWHILE = range(4)
 
 
 def _states(before: Sharding, after: Sharding) -> list[Sharding]:
-    """The states between ``before`` and ``after``, both excluded."""
-    found: dict[Sharding, None] = {}
-    for choice in itertools.product(*_choices(before, after, False)):
-        found.setdefault(_state(before, after, choice, None))
-    reduced = [i for i, op in enumerate(before.partial) if op != after.partial[i]]
-    if reduced:
-        for choice in itertools.product(*_choices(before, after, True)):
-            if _MEANWHILE in choice:
-                for dim in range(len(before.shape)):
-                    found.setdefault(_state(before, after, choice, dim))
-    return [state for state in found if state not in (before, after)]
+    """The states between ``before`` and ``after``, from which something must be sent."""
+    reduces = before.partial != after.partial
+    found = (
+        _state(before, after, choice, dim)
+        for dim in (None, *range(len(before.shape) * reduces))
+        for choice in itertools.product(*_choices(before, after, dim is not None))
+    )
+    some = dict.fromkeys(itertools.islice(found, _MOST_STATES))
+    return [state for state in some if state != before and not _slices(state, after)]
 
 
 def _choices(before: Sharding, after: Sharding, meanwhile: bool) -> Iterator[tuple[int, ...]]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations, product
+from itertools import product
 
 from fusedcomm.plan.cost.links import INTER, INTRA, Reach, rate, reach_of
 from fusedcomm.plan.cost.model import Constants
@@ -65,12 +65,8 @@ class MeshLinks:
         return latency + num_bytes * per_byte
 
     @cached_property
-    def least(self) -> tuple[float, float]:
-        """The least latency, and the fewest seconds per byte, of any collective over any mesh dims."""
-        dims = [i for i, size in enumerate(self.mesh_shape) if size > 1]
-        subsets = [some for num in range(1, len(dims) + 1) for some in combinations(dims, num)]
-        lines = [_line(self, kind, some) for kind in self.constants.backend_latency for some in subsets]
-        return min(latency for latency, _ in lines), min(per_byte for _, per_byte in lines)
+    def least_latency(self) -> float:
+        return min(self.constants.backend_latency.values())
 
     def reach(self, mesh_dims: tuple[int, ...]) -> Reach:
         """The reach of the slowest group."""

@@ -72,6 +72,7 @@ def same_call(op: str, group_name: str, **arguments: Any) -> Iterator[None]:
     Raises ValueError if a rank did in its block, and PeerMismatchError if arguments differ; nothing is sent then.
     """
     pg, facts = groups.find(group_name), {key: _facts(value) for key, value in arguments.items()}
+    groups.refuse_forked(f"torch.ops.symm_mem.{op}", pg.rank())
 
     def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
         return [call] if pg.size() == 1 else _exchange(op, pg, call)
@@ -106,6 +107,7 @@ def is_symmetric(t: Tensor) -> bool:
 def workspace(group_name: str, min_size: int) -> Any:
     """The handle of the group's uint8 workspace in CPU memory. Making or growing it is a collective."""
     pg = groups.find(group_name)
+    groups.refuse_forked("symmetric memory", pg.rank())
     if pg not in _workspaces or _workspaces[pg].numel() < min_size:
         cpu = torch.device("cpu")
         _workspaces[pg] = _SymmetricMemory.empty_strided_p2p((min_size,), [1], torch.uint8, cpu, group_name)

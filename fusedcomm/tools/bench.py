@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fusedcomm.bench import bench_moe, bench_plain, decode, overhead, table, trace
+from fusedcomm.bench import bench_moe, bench_plain, common, decode, overhead, table, trace
 from fusedcomm.bench.measure import (
     ALGORITHMS,
     DTYPES,
@@ -31,7 +31,6 @@ from fusedcomm.ops.whole_group import MatmulSize
 
 ROUND_S = 60  # for one round of a size, at most
 GPU_SCALE = 4  # times larger is every side of the default sizes
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OURS = "fusedcomm"
 _OTHERS: dict[str, tuple[Any, str, str]] = {  # by name: module, what it measures, an example of options
     "overhead": (overhead, "what a call costs, hot and cold, on CPU ranks", "--op matmul_all_to_all --pass forward"),
@@ -77,20 +76,16 @@ def _op_arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     sizes = parser.add_argument_group("sizes in bytes (64K, 1M, 1G), as nccl-tests has them")
     text = "smallest size exchanged (default: sizes that the command chooses)"
-    sizes.add_argument("-b", "--minbytes", type=_bytes, metavar="BYTES", help=text)
+    sizes.add_argument("-b", "--minbytes", type=console.size_in_bytes, metavar="BYTES", help=text)
     text = "largest size exchanged (default: the smallest)"
-    sizes.add_argument("-e", "--maxbytes", type=_bytes, metavar="BYTES", help=text)
+    sizes.add_argument("-e", "--maxbytes", type=console.size_in_bytes, metavar="BYTES", help=text)
     text = "from size to size (default: 2)"
     sizes.add_argument("-f", "--stepfactor", type=_factor, default=2.0, metavar="F", help=text)
-    text = "the dtypes of the data (default: bfloat16 on GPUs, float32 on CPUs, of which many multiply no bfloat16)"
+    common.add_arguments(parser, rounds=9)
     add = parser.add_argument
-    add("--dtype", nargs="+", choices=DTYPES, help=text)
-    add("--rounds", "-n", type=positive, default=9, metavar="N", help="measurements of each variant (default: 9)")
     add("--warmup", "-w", type=positive, default=2, metavar="N", help="rounds before them (default: 2)")
     add("--check", action="store_true", help="check every measured call too (default: before timing)")
     add("--graph", action="store_true", help="replay CUDA graphs, on GPUs only (default: call the ops)")
-    console.add_rank_arguments(parser)
-    add("--json", metavar="FILE", help="also write every figure, and what it depends on, as JSON")
     text = "x is [ROWS, K], w is [K, N]; can be repeated (default: four corners of few and many rows, K and N)"
     add("--shape", nargs=3, type=positive, metavar=("ROWS", "K", "N"), action="append", help=text)
     add("-K", type=positive, help="K of sizes given in bytes (default: 1024, or 4096 where K is exchanged)")
@@ -135,15 +130,11 @@ def _wrong_arguments(args: argparse.Namespace, device_type: str, world_size: int
         return f"--scaled ops have no gradients: got --pass {' '.join(args.direction)}"
     if args.maxbytes and args.maxbytes < (args.minbytes or args.maxbytes + 1):
         return f"--maxbytes must be at least --minbytes, got {args.minbytes} to {args.maxbytes}"
-    if problem := _too_small(args, _dtypes(args, device_type), world_size):
+    if problem := _too_small(args, common.dtypes_of(args), world_size):
         return problem
     if args.shape and args.minbytes:
         return "--shape and --minbytes both say the sizes: give one of them"
     return console.not_writable(args, "json", "trace")
-
-
-def _dtypes(args: argparse.Namespace, device_type: str) -> list[str]:
-    return args.dtype or ["bfloat16" if device_type == "cuda" else "float32"]
 
 
 def _too_small(args: argparse.Namespace, dtypes: Sequence[str], world_size: int) -> str | None:
@@ -160,7 +151,7 @@ def _too_small(args: argparse.Namespace, dtypes: Sequence[str], world_size: int)
 def _measure_all(args: argparse.Namespace, options: Options, call: world.CallRanks, results: BenchResults) -> None:
     here, out = world.is_rank_0(), console.stdout()
     tables: list[console.Table] = []
-    dtypes = _dtypes(args, options.device_type)
+    dtypes = common.dtypes_of(args)
     for op in _ops(args):
         rows: list[OpRow] = []
         for each in _calls(args, op, dtypes, options):
@@ -259,18 +250,6 @@ def report(what: str, options: Options, results: BenchResults) -> dict[str, Any]
         "rows": [table.report(row) for row in results.rows],
         "summary": table.summary(results.rows),
     }
-
-
-def _bytes(text: str) -> int:
-    """The bytes that a text means, read as by nccl-tests: a number, and K, M or G for powers of 1024."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
-    try:
-        value = int(float(number) * UNITS[unit])
-    except (ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive number of bytes, K, M or G, got {text!r}")
-    return value
 
 
 def _factor(text: str) -> float:

@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if problem := console.not_writable(args, "json"):
+    if problem := world.bare_srun() or console.not_writable(args, "json"):
         return console.fail("doctor", problem, code=2)
     theirs = _ask_torchrun() if world.under_torchrun() else None
     if not world.is_rank_0():

@@ -115,7 +115,7 @@ def find_settings(num_gpus: int) -> list[Finding]:
         if not os.access(next(each for each in (cache, *cache.parents) if os.path.exists(each)), os.W_OK | os.X_OK):
             raise PermissionError(f"{cache} cannot be written")
     except OSError as error:
-        advice = "set FUSEDCOMM_CACHE_DIR to one of yours; without it nothing that was tuned or proved is kept"
+        advice = "set FUSEDCOMM_CACHE_DIR to one of yours; without it nothing that was tuned is kept"
         found.append(Finding("settings", "cache directory", WARNING, str(error), advice))
     return found or [Finding("settings", "environment", OK, "nothing is set that breaks fusedcomm")]
 

@@ -138,7 +138,7 @@ def _facts(with_gpus: bool) -> dict[str, Any]:
     gpus: list[str] = []
     with contextlib.suppress(Exception):  # where CUDA does not start, the check of this host's devices has the reason
         gpus = uuids(0) if with_gpus else []
-    index = int(os.environ.get("LOCAL_RANK", 0))
+    index = rank_device("cuda").index if gpus else 0
     names = sorted(set(env.SETTINGS) - {"FUSEDCOMM_HOST_ID", "FUSEDCOMM_CACHE_DIR"})
     hosts = (env.host_id(), env.host_id().partition(" ")[0])  # the boot id, with the PID namespace and without
     host, boot = (hashlib.sha256(text.encode()).hexdigest()[:12] for text in hosts)
@@ -155,7 +155,7 @@ def _facts(with_gpus: bool) -> dict[str, Any]:
 
 def _verdicts(device_type: str) -> list[AlgorithmVerdict]:
     if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(rank_device("cuda"))
     plans = [_plan(op, size, dtype, device_type) for op in PROGRAMS for dtype in DTYPES for size in SIZES]
     verdicts = []
     for name in env.ALGORITHMS:

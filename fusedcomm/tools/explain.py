@@ -62,6 +62,8 @@ def _num_ranks(args: argparse.Namespace) -> int:
 
 
 def _wrong_arguments(args: argparse.Namespace) -> str | None:
+    if problem := world.bare_srun():
+        return problem
     if not (world.under_torchrun() or args.oversubscribe):
         problem = world.too_many("--nproc", _num_ranks(args), 2, device_type=world.default_device_type())
         if problem:

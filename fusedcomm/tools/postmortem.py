@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ class Dump:
     world_size: int
     why: str
     time: float
+    started: float  # when the process was
     calls: list[RecordedCall]
     stacks: dict[str, list[str]]
 
@@ -134,21 +136,26 @@ class Postmortem:
 
 
 def read(folder: Path) -> tuple[list[Dump], list[str]]:
-    """The dumps by rank, and why files beside them are none. Raises OSError."""
+    """The last run's dumps by rank, and why other files are none of them. Raises OSError."""
     dumps: dict[int, Dump] = {}
     problems = []
-    for file in sorted(each for each in folder.iterdir() if each.suffix == ".json" and not each.name.startswith(".")):
+    for file in sorted(each for each in folder.iterdir() if each.match("rank*.json")):
         try:
             raw = json.loads(file.read_text())
             if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
                 raise ValueError(f"it must be a dump of schema {SCHEMA}")
             calls = [RecordedCall(**call) for call in raw["calls"]]
-            dump = Dump(raw["rank"], raw["world_size"], raw["why"], raw["time"], calls, raw["stacks"])
+            rank, num_ranks, stacks = raw["rank"], raw["world_size"], raw["stacks"]
+            dump = Dump(rank, num_ranks, raw["why"], raw["time"], raw["started"], calls, stacks)
             if dumps.setdefault(dump.rank, dump) is not dump:
                 problems.append(f"{file.name}: another file is of rank {dump.rank} too")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             problems.append(f"{file.name}: {error}")
-    return [dumps[rank] for rank in sorted(dumps)], problems
+    # No rank has a group, and so a dump, before all ranks' processes have started
+    newest = max((dump.started for dump in dumps.values()), default=0.0)
+    old = sorted(rank for rank, dump in dumps.items() if dump.time < newest)
+    problems += [f"rank{rank}.json: of an earlier run" for rank in old]
+    return [dumps[rank] for rank in sorted(dumps) if rank not in old], problems
 
 
 def judge(dumps: Sequence[Dump]) -> Postmortem:
@@ -272,7 +279,7 @@ def _print(report: Postmortem) -> None:
         reasons.setdefault(f"{dump.why.partition(':')[0]}{earlier}", []).append(dump.rank)
     reasons |= {"no dump": report.silent} if report.silent else {}
     out = console.stdout()
-    out.print("why ranks have written their dumps:")
+    out.print(f"why ranks have written their dumps, the last {time.ctime(newest)}:")
     for why, ranks in reasons.items():
         out.print(f"{ranks_text(ranks)}: {why}", markup=False)
     rows = [

@@ -42,7 +42,6 @@ class TuneResult:
     file: str = ""
     device: str = ""
     seconds: float = 0.0
-    num_hosts: int = 0  # as `tuned.key` has it
 
 
 def add_parser(commands: Any) -> None:
@@ -51,9 +50,9 @@ def add_parser(commands: Any) -> None:
         help="measure this machine, so that the planner chooses by its numbers",
         description="Measures matmuls, links and collectives, which takes a minute, and keeps the numbers in the "
         "user's cache directory: they decide by which algorithm calls run, in programs that are started later with "
-        "as many ranks, and on as many hosts where torchrun has started these on several. Prints them beside the "
-        "default ones. Other programs must not run meanwhile: what a busy machine measures is not kept. Exit code: 0, "
-        "1 if nothing was kept, 2 for wrong arguments.",
+        "as many ranks. Prints them beside the default ones. Ranks must share memory, as on one host. Other programs "
+        "must not run meanwhile: what a busy machine measures is not kept. Exit code: 0, 1 if nothing was kept, 2 for "
+        "wrong arguments.",
         epilog="example: fusedcomm tune && fusedcomm tune --show",
     )
     what = parser.add_mutually_exclusive_group()
@@ -98,9 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     """Do what --show or --reset says, without ranks; on every host of a torchrun."""
-    num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    device = torch.device("cuda:0" if device_type == "cuda" else "cpu")
-    group = device, world_size, num_hosts if num_hosts > 1 else 0
+    group = torch.device("cuda:0" if device_type == "cuda" else "cpu"), world_size
     out, threads = console.stdout(), torch.get_num_threads()
     if device_type == "cpu":
         torch.set_num_threads(1)  # as a rank has: numbers are kept by that count
@@ -121,7 +118,7 @@ def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     used = constants or DEFAULTS[device_type]
     console.show(_table(used), out)
     if args.json:
-        result = TuneResult("", tune.Tuned(used), str(file), num_hosts=group[2])
+        result = TuneResult("", tune.Tuned(used), str(file))
         console.write_json(args.json, report(result, device_type, world_size, False))
     return 0
 
@@ -130,8 +127,8 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
     device, start = world.rank_device(device_type), time.perf_counter()
     ours = members.member(resolve(None)[1], device)
     try:
-        if ours.unavailable is not None:
-            raise WorkspaceUnavailable(ours.unavailable)
+        if ours.no_workspace is not None:
+            raise WorkspaceUnavailable(ours.no_workspace)
         progress = console.progress(rank == 0, len(tune.PARTS), "measuring", "measured")
         with progress as on_done, on_device(device):
             found = tune.tune(ours, quick, on_done)
@@ -139,17 +136,16 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         return TuneResult(f"what calls can run here cannot be measured: {reason}")
     except tune.Unreliable as reason:
         return TuneResult(f"{reason}. {NOT_KEPT}")
-    num_hosts, failed = tune.num_hosts_of(ours), ""
-    key = tuned.key(device, ours.group_size, num_hosts)
+    key, failed = tuned.key(device, ours.group_size), ""
     try:
         if why := tune.misfit(found.samples):
             failed = f"{why}; the noise was {found.noise:.0%}. {MISFIT}"
         else:
-            tune.write_for_all(found.constants, device, process_group(None), num_hosts)
+            tune.write_for_all(found.constants, device, process_group(None))
     except OSError as error:
         failed = str(error)
     seconds = time.perf_counter() - start
-    return TuneResult(failed, found, str(tuned.path_of(key)), key["device"], seconds, num_hosts)
+    return TuneResult(failed, found, str(tuned.path_of(key)), key["device"], seconds)
 
 
 def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
@@ -160,7 +156,6 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
         "device": result.device,
         "device_type": device_type,
         "world_size": world_size,
-        "hosts_without_workspace": result.num_hosts,
         "quick": quick,
         "seconds": result.seconds,
         "file": Path(result.file).name,
@@ -173,14 +168,13 @@ def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -
 def _print(result: TuneResult, world_size: int) -> None:
     found, out = result.found, console.stdout()
     assert found is not None
-    hosts = f" on {result.num_hosts} hosts" if result.num_hosts > 1 else ""
-    out.print(f"{world_size} ranks{hosts} ({result.device}), measured in {result.seconds:.0f} s", markup=False)
+    out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
     console.show(_table(found.constants), out)
     out.print(f"noise: one matmul, measured again and again among the rest, differed by {found.noise:.0%}")
     right = sum(each.loss == 0 for each in found.samples)
     out.print(f"of {len(found.samples)} small calls measured, the estimates name the fastest algorithm in {right}")
     out.print(f"written to {result.file}", soft_wrap=True)
-    like = (" and hosts" if hosts else "") + (" of one thread" if found.constants.on_cpu else "")
+    like = " of one thread" if found.constants.on_cpu else ""
     out.print(f"programs started from now on with as many ranks{like} use them; fusedcomm tune --reset removes them")
 
 

@@ -106,6 +106,7 @@ def test_a_dump_is_written_where_the_group_was_destroyed(tmp_path: Path, monkeyp
 
 
 NAMES = ("a-host", "a-user")
+IMPORTED = time.time()
 
 
 def check_text(text: str) -> None:
@@ -121,6 +122,7 @@ def check_text(text: str) -> None:
     assert "do not tell" not in text
     assert dump["environment"]["FUSEDCOMM_DUMP_DIR"].endswith("/<host>/<user>")
     assert not [name for name in NAMES if name in text]
+    assert dump["started"] < IMPORTED < dump["time"]
 
 
 @on_ranks(2)

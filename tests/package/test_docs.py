@@ -220,7 +220,8 @@ def wrong_name(span: str) -> str | None:
     elif command := re.match(r"fusedcomm ([a-z]+)\b", span):
         if command[1] not in COMMANDS:
             return "no such command"
-        text = (ROOT / "fusedcomm/tools" / f"{command[1]}.py").read_text()
+        files = (f"fusedcomm/tools/{command[1]}.py", *["bench/common.py"] * (command[1] == "bench"))
+        text = "".join((ROOT / file).read_text() for file in files)
         options = re.findall(r"(?<=\s)--?[a-z][\w-]*", span.partition(" && ")[0])
         unknown = [option for option in options if f'"{option}"' not in text]
         return f"no option {unknown}" if unknown else None

@@ -384,7 +384,7 @@ def test_a_cpus_exchange_across_hosts_is_saved_as_far_as_the_matmul_hides_it(
 ) -> None:
     """Inside a host there is no exchange at all where ranks write to each other."""
     slow = replace(CPU, matmul_flops=matmul_takes(4.0), backend_bandwidth=dict.fromkeys(GPU.backend_bandwidth, 1e5))
-    topology = SimpleNamespace(across=across, constants=slow, measured_apart=True)
+    topology = SimpleNamespace(across=across, constants=slow)
     monkeypatch.setattr(members, "known_member", lambda *_: SimpleNamespace(topology=topology))
     call, made_of = collective("all_to_all", 4_000_000, "cpu"), product(1024, 512, 2048, "cpu")
     saved = 30.0 if across is None else 3 / 4 * 4.0  # 3 MB sent; 3 chunks run beside the matmul

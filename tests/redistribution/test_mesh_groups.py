@@ -233,19 +233,21 @@ def test_hosts_are_numbered_in_the_order_of_the_mesh(ranks: Ranks) -> None:
     assert ranks(4).run(hosts) == [mesh_groups.MeshFacts((2, 2), (2, 0, 3, 1), (0, 1, 0, 1), DEFAULTS["cpu"])] * 4
 
 
-def tuned_on(rank: int, directories: list[str]) -> Any:
-    with left_as_found(CACHE_DIR=directories[rank]):
+def tuned_on(rank: int, directories: list[str], host: str) -> Any:
+    with left_as_found(CACHE_DIR=directories[rank], HOST_ID=host[rank]):
         if rank in (0, 3):
             tuned.write(replace(DEFAULTS["cpu"], source=TUNED), torch.device("cpu"), 4)
         dist.barrier()
         return mesh_groups.check(DeviceMesh("cpu", [0, 1, 2, 3])).constants
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_tuned_numbers_are_used_by_all_ranks_or_none(ranks: Ranks, shared: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize("shared, hosts", [(True, "aaaa"), (False, "aaaa"), (True, "aabb")])
+def test_tuned_numbers_are_used_by_all_ranks_of_one_host_or_none(
+    ranks: Ranks, shared: bool, hosts: str, tmp_path: Any
+) -> None:
     directories = [str(tmp_path / ("all" if shared else "ab"[rank == 2])) for rank in range(4)]
-    sources = {constants.source for constants in ranks(4).run(tuned_on, directories)}
-    assert sources == ({TUNED} if shared else {DEFAULTS["cpu"].source})
+    sources = {constants.source for constants in ranks(4).run(tuned_on, directories, hosts)}
+    assert sources == ({TUNED} if shared and hosts == "aaaa" else {DEFAULTS["cpu"].source})
 
 
 # modes, threads, other worlds

@@ -211,6 +211,14 @@ def test_gradients_are_those_of_torch(rank: int) -> None:
             assert torch.equal(found[0][1], found[1][1]), (case, found)
 
 
+@on_ranks(2)
+def test_a_gradient_that_is_a_partial_product_is_accumulated(rank: int) -> None:
+    mesh, product = mesh_of((2,)), [Partial("product")]
+    x, grad = (DTensor.from_local(torch.full((3,), value), mesh, product, run_check=False) for value in (1.0, 2.0))
+    fusedcomm.redistribute(x.requires_grad_(), mesh, product).backward(grad)
+    assert x.grad.placements == tuple(product) and (x.grad.to_local() == 2).all()  # type: ignore[union-attr]
+
+
 @on_ranks(4)
 def test_it_is_twice_differentiable(rank: int) -> None:
     mesh = mesh_of((2, 2))

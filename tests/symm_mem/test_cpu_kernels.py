@@ -20,7 +20,7 @@ from torch import Tensor
 from fusedcomm.symm_mem import cpu_kernels, enable_cpu
 from fusedcomm.symm_mem.peers import Peers
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.symmetric_memory import CPU, Ranks, error_of, make, rendezvous, timeout
+from tests.helpers.symmetric_memory import CPU, Ranks, error_of, in_child, make, rendezvous, timeout
 
 enable_cpu()
 ops = torch.ops.symm_mem
@@ -208,6 +208,16 @@ def test_get_remote_tensors_of_a_view(rank: int) -> None:
     symm_mem.rendezvous(t, NAME).barrier()
     assert [r.unique().tolist() for r in ops.get_remote_tensors(t[2:], NAME)] == [[0], [1]]
     symm_mem.rendezvous(t, NAME).barrier()
+
+
+@on_ranks(2)
+def test_a_forked_child_has_no_part(rank: int) -> None:
+    t = symmetric(torch.float32).fill_(1)
+    ops.one_shot_all_reduce(t, "sum", NAME)
+    with timeout(1):
+        assert in_child(lambda: "forked from rank" in error_of(lambda: ops.one_shot_all_reduce(t, "sum", NAME))) == 0
+    dist.barrier()
+    assert (ops.one_shot_all_reduce(t, "sum", NAME) == 2).all()
 
 
 @on_ranks(2)

@@ -205,8 +205,9 @@ def test_times_are_the_slowest_ranks_and_variants_take_turns(ranks: Callable[[in
 @pytest.mark.usefixtures("shared_ranks")
 def test_every_op_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plain.json"
-    assert main(["bench", "plain", "--bytes", "4096", "--rounds", "2", "--json", str(file)]) == 0
+    assert main(["bench", "plain", *["--device", "cpu", "--bytes", "4.01K", "--rounds", "2", "--json"], str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
+    assert {(row["dtype"], row["num_bytes"]) for row in rows} == {("float32", 4104)}
     assert [row["op"] for row in rows] == list(plain.CALLS)
     for row in rows:
         assert row["ratio"] == row["ours"]["median"] / row["backend"]["median"] and row["op"] in row["plan"]

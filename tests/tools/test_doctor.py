@@ -333,6 +333,14 @@ def test_differences_between_ranks_are_found(changes: dict[str, Any], name: str,
     assert [(each.name, each.level) for each in found] == [(name, level)]
 
 
+def test_a_rank_of_srun_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(doctor_ranks, "uuids", lambda rank: ["a", "b"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    assert doctor_ranks._facts(True)["gpu"] == "b"
+
+
 def test_ranks_that_share_no_memory() -> None:
     used = [AlgorithmVerdict("cpu", name, name != "chunked", True, "of a reason") for name in ("pipelined", "chunked")]
     (finding,) = find_differences(GroupAnswer([rank_facts(host=host, boot=host) for host in "aabba"], used))

@@ -34,7 +34,7 @@ def a_call(number: int, state: str = "done", **changes: Any) -> RecordedCall:
 
 
 def a_dump(rank: int, *calls: RecordedCall, why: str = "SIGUSR1") -> Dump:
-    return Dump(rank, len(WORLD), why, 110.0, list(calls), {"MainThread": ["main", f"line {rank}"]})
+    return Dump(rank, len(WORLD), why, 110.0, 90.0, list(calls), {"MainThread": ["main", f"line {rank}"]})
 
 
 def same_but(*last: Dump, first: RecordedCall) -> list[Dump]:
@@ -97,6 +97,7 @@ BROKEN = [
     ("[]", "it must be a dump of schema"),
     (json.dumps(RAW | {"calls": [{"op": "x"}]}), "missing 16 required positional arguments"),
     (json.dumps(RAW), "another file is of rank 0 too"),
+    (json.dumps(RAW | {"rank": 1, "time": 80.0}), "of an earlier run"),
 ]
 
 
@@ -104,16 +105,18 @@ BROKEN = [
 def test_a_file_that_is_no_dump_is_named_and_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
 ) -> None:
-    assert tools.main(["postmortem", str(tmp_path / "nowhere")]) == tools.main(["postmortem", str(tmp_path)]) == 1
+    report_file = tmp_path / "report.json"
+    assert tools.main(["postmortem", str(tmp_path / "nowhere")]) == 1
+    assert tools.main(["postmortem", str(tmp_path), "--json", str(report_file)]) == 1 and not report_file.exists()
     (tmp_path / "rank0.json").write_text(json.dumps(RAW))
     (tmp_path / "rank1.json").write_text(text)
     (tmp_path / "notes.txt").touch()
     assert tools.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "out" / "x")]) == 2
-    assert tools.main(["postmortem", str(tmp_path), "--json", str(tmp_path / "report")]) == 0
+    assert tools.main(["postmortem", str(tmp_path), "--json", str(report_file)]) == 0
     said = capsys.readouterr()
     assert "no dump is there" in said.err and "not read: rank1.json: " in said.err and problem in said.err
     assert "ranks 1 and 2: no dump" in said.out
-    report = json.loads((tmp_path / "report").read_text())
+    report = json.loads(report_file.read_text())
     assert (report["silent"], len(report["problems"]), report["groups"][0]["last"]["0"]["number"]) == ([1, 2], 1, 1)
 
 

@@ -1,5 +1,6 @@
 """How many ranks a command starts, and that none outlives it."""
 
+import argparse
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusedcomm import machine
+from fusedcomm.bench import common
 from fusedcomm.launch import world
 from fusedcomm.tools import explain, main, postmortem
 
@@ -40,6 +42,8 @@ def test_worlds_are_bounded_by_the_cpus(
     ("command", "text"),
     [
         (["bench", "overhead", "--world-size", "1"], "--world-size must be at least 2, got 1"),
+        (["bench", "moe", "--experts", "3"], "--experts must be a multiple of 2 ranks and at least --k, 2, got 3"),
+        (["bench", "moe", "--k", "10"], "--experts must be a multiple of 2 ranks and at least --k, 10, got 8"),
         (["tune", "--device", "cpu", "--world-size", "1"], "--world-size must be at least 2, for one rank exchanges"),
         (["demo", "--device", "cpu", "--world-size", "1", "--trace", "x.json"], "--trace needs at least 2 ranks"),
         (["selftest", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
@@ -60,8 +64,16 @@ def test_wrong_arguments_are_refused_before_any_rank_starts(
 def test_the_size_must_be_that_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, text)
-    assert main(["selftest", "--device", "cpu", "--world-size", "4"]) == 2
-    assert "--world-size must be that of torchrun, 2, got 4" in capsys.readouterr().err
+    for command in (["selftest"], ["bench", "plain"]):
+        assert main([*command, "--device", "cpu", "--world-size", "4"]) == 2
+        assert "--world-size must be that of torchrun, 2, got 4" in capsys.readouterr().err
+
+
+def test_the_default_dtype_is_of_the_device_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    common.add_arguments(parser := argparse.ArgumentParser())
+    assert common.dtypes_of(parser.parse_args(["--device", "cpu"])) == ["float32"]
+    assert common.dtypes_of(parser.parse_args([])) == ["bfloat16"]
 
 
 def test_two_ranks_are_never_too_many_and_oversubscribe_allows_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,8 +100,9 @@ def test_ranks_of_srun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     """Two machines with 4 GPUs each; without ranks each task would start a world."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    assert main(["selftest", "--device", "cpu"]) == 2
-    assert "each task of srun must have RANK, WORLD_SIZE" in capsys.readouterr().err
+    for command in (["selftest", "--device", "cpu"], ["tune", "--device", "cuda"], ["doctor"], ["explain", __file__]):
+        assert main(command) == 2
+        assert "each task of srun must have RANK, WORLD_SIZE" in capsys.readouterr().err
     for name, text in (("RANK", "6"), ("WORLD_SIZE", "8")):
         monkeypatch.setenv(name, text)
     assert world.cannot_start("cuda", 8, False) is None and world.rank_device("cuda").index == 2

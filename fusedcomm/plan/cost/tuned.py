@@ -1,8 +1,5 @@
 """The file of measured constants: one per machine, group size and versions, in the user's cache directory.
 
-A group without workspace, as one across hosts, has a file of its own, by the number of its hosts: its collectives took
-another link, and it has no numbers of chunked and fused.
-
 The file is data from outside. It is ignored, with a warning that says why, unless it is a small regular file of this
 user that nobody else can write, with the expected version, key and fields, and numbers that a machine can have.
 """
@@ -27,18 +24,14 @@ MAX_BYTES = 1 << 16
 _logged: set[tuple[str, str]] = set()
 
 
-def key(device: torch.device, group_size: int, num_hosts: int = 0) -> dict[str, Any]:
-    """The facts that the numbers depend on: they are valid only where all of this is the same.
-
-    ``num_hosts``: the hosts of a group that can have no workspace; 0 for one that can.
-    """
+def key(device: torch.device, group_size: int) -> dict[str, Any]:
+    """The facts that the numbers depend on: they are valid only where all of this is the same."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "device_type": device.type,
         "threads": 0 if cuda else torch.get_num_threads(),  # a rank's threads
         "world_size": group_size,
-        "hosts_without_workspace": num_hosts,
         "fusedcomm": version("fusedcomm"),
         "torch": torch.__version__,
         "triton": version("triton"),
@@ -52,9 +45,9 @@ def path_of(key: dict[str, Any]) -> Path:
     return env.cache_dir() / f"tuned-{key['device_type']}-{key['world_size']}-{name}.json"
 
 
-def read(device: torch.device, group_size: int, num_hosts: int = 0) -> Constants | None:
+def read(device: torch.device, group_size: int) -> Constants | None:
     """The group's constants on this machine; None if it is not tuned, or, with a warning, if the file is not valid."""
-    expected = key(device, group_size, num_hosts)
+    expected = key(device, group_size)
     try:
         file = path_of(expected)
         return _parse(files.read_own(file, MAX_BYTES), expected)
@@ -68,9 +61,9 @@ def read(device: torch.device, group_size: int, num_hosts: int = 0) -> Constants
         return None
 
 
-def write(constants: Constants, device: torch.device, group_size: int, num_hosts: int = 0) -> Path:
+def write(constants: Constants, device: torch.device, group_size: int) -> Path:
     """Replace the file in one step: a reader finds either the old file or the new one, whole. Raises OSError."""
-    holds_for = key(device, group_size, num_hosts)
+    holds_for = key(device, group_size)
     make_directory()
     content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
     return files.replace(path_of(holds_for), json.dumps(content, indent=2))

@@ -39,15 +39,15 @@ CONTROLS: dict[str, Control] = {
     ),
     "tuned numbers are voted on": Control(
         "fusedcomm/memory/topology.py",
-        "if apart is None and not _all_have_the_same(facts, rank):",
-        "if False:",
+        "if no_workspace is not None or not _all_have_the_same(facts, rank):",
+        "if no_workspace is not None:",
         "tests/plan/test_tuned.py::test_tuned_numbers_decide_on_all_ranks_or_on_none",
     ),
-    "numbers across hosts are voted on": Control(
+    "numbers are of groups with a workspace": Control(
         "fusedcomm/memory/topology.py",
-        "return constants if _all_have_the_same(facts, rank) else None",
-        "return constants",
-        "tests/plan/test_tuned.py::test_a_group_across_hosts_plans_by_numbers_of_such_groups",
+        "if no_workspace is not None or not _all",
+        "if not _all",
+        "tests/plan/test_tuned.py::test_a_group_across_hosts_plans_by_data_sheets",
     ),
     "a rank without memory is heard of": Control(
         MEMBER,
