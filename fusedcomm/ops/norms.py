@@ -198,7 +198,8 @@ def _call(
         tell_peers(op, args[-1], args[0], error)
         raise
     if torch.compiler.is_compiling():  # graphs keep the order of collectives, but not of what writes its arguments
-        normed, total = call(*args)
+        with torch.autocast(args[0].device.type, enabled=False):  # as in the op with memory
+            normed, total = call(*args)
         return _written(normed, out, "out"), _written(total, residual_out, "residual_out")
     like = partial(torch.empty_like, residual, memory_format=torch.contiguous_format)
     out, residual_out = like() if out is None else out, like() if residual_out is None else residual_out
