@@ -23,8 +23,8 @@ import fusedcomm
 from fusedcomm import Plan, env
 from fusedcomm.memory import flight_recorder, members
 from fusedcomm.ops import call_check
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.call_check import compare, facts_of
-from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.redistribution import mesh_groups
 from tests.helpers.groups import call, check, fresh_group, member_of
@@ -142,12 +142,16 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
     record = flight_recorder.Record(op, "g", torch.device("cpu"), shapes.of(getattr(shapes, op), *given), torch.float32)
     record.number = 7
     plan = Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2)
-    facts = facts_of(record, plan, CALL, torch.ones(9), by_product=False)
+    scales, weight = [torch.ones(()), torch.ones(1, 9)], torch.ones(9)
+    args = Arguments(torch.ones(()), [], [weight], 3, "g", norm_weight=weight, scale_x=scales[0], scale_w=scales[1])
+    facts = facts_of(record, plan, args)
     assert facts == {
         "op": op,
         **arguments,
         "dtype": "float32",
         "bias shape": [9],
+        "norm_weight": True,
+        "dims of scales": [1, 2],
         "by-product": False,
         "algorithm": "chunked",
         "rounds": 2,
