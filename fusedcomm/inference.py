@@ -63,7 +63,8 @@ class Linear:
     """
 
     def __init__(self, op: str, w: Any, group: Group, max_rows: int, *, bias: Any = None, **options: Any) -> None:
-        self.op, self.max_rows, self._like = op, max_rows, next(iter(w), w) if isinstance(w, LISTS) else w
+        self.op, self.max_rows = op, max_rows
+        self._like: Any = next(iter(w), w) if isinstance(w, LISTS) else w
         self._fixed = {"w": w, "group": group, "bias": bias} | _FIXED.get(op, {}) | options
         pg, facts = self._group, dict[str, Any]()
 

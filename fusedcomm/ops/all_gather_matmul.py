@@ -117,11 +117,7 @@ def matmul_and_gathered(
 
 def lists_of(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     if not isinstance(w, LISTS):
-        if isinstance(bias, LISTS):
-            raise ValueError("bias must be a tensor or None beside one w, got a list")
         return [w], [bias]
-    if not isinstance(bias, (*LISTS, type(None))):
-        raise ValueError("bias must be a list or None beside a list of w, got a tensor")
     return list(w), [None] * len(w) if bias is None else list(bias)
 
 

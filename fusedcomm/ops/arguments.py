@@ -43,16 +43,20 @@ def check_types(
     """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types;
     ValueError where splits exclude each other.
 
-    ``splits``: the arguments of `check_splits`. ``scaled``: scale_x, scale_w, out_dtype. ``lists``: w and bias may be
-    lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
+    ``splits``: the arguments of `check_splits`. ``scaled``: scale_x, scale_w, out_dtype, use_fast_accum. ``lists``: w
+    and bias may be lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
     """
     try:
         check_tensor("x", x)
-        for each in w if lists and isinstance(w, LISTS) else (w,):
+        is_list = lists and isinstance(w, LISTS)
+        for each in w if is_list else (w,):
             check_tensor("w", each)
         for each in bias if lists and isinstance(bias, LISTS) else (bias,):
             if each is not None:
                 check_tensor("bias", each)
+        if lists and bias is not None and isinstance(bias, LISTS) is not is_list and len(w):
+            one, beside, got = ("list", "a list of w", "tensor") if is_list else ("tensor", "one w", "list")
+            raise ValueError(f"bias must be a {one} or None beside {beside}, got a {got}")
         if type(gather_dim) is not int:  # most are
             check_int("gather_dim", gather_dim)
         if type(scatter_dim) is not int:
@@ -74,18 +78,20 @@ def check_types(
                 check_splits(*splits)
                 break
         if scaled:
-            scale_x, scale_w, out_dtype = scaled
+            scale_x, scale_w, out_dtype, use_fast_accum = scaled
             check_tensor("scale_x", scale_x)
             for each in scale_w if lists and isinstance(scale_w, LISTS) else (scale_w,):
                 check_tensor("scale_w", each)
             if not isinstance(out_dtype, torch.dtype):
                 raise TypeError(f"out_dtype must be a torch.dtype, got {_short(out_dtype)}")
             check_out_dtype(out_dtype)
+            if type(use_fast_accum) is not bool:
+                raise TypeError(f"use_fast_accum must be a bool, got {_short(use_fast_accum)}")
         if out is not None or residual_out is not None:
             inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "norm_weight": norm_weight}
             _check_apart({"out": out, "residual_out": residual_out}, inputs)
     except (TypeError, ValueError) as error:
-        if op and isinstance(x, Tensor):
+        if op:
             tell_peers(op, resolve(group)[1], x, error)
         raise
 

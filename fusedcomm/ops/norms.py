@@ -11,7 +11,6 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, matmul_reduce_scatter, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.ops.call_check import tell_peers
 from fusedcomm.ops.library import refuse_grad
 from fusedcomm.plan.geometry.shapes import check_out
 
@@ -192,12 +191,8 @@ def _call(
     call = getattr(torch.ops.fusedcomm, op)
     if out is None and residual_out is None:
         return call(*args)  # type: ignore[no-any-return]
-    try:
-        refuse_grad(op, *args, out, residual_out)
-    except RuntimeError as error:
-        tell_peers(op, args[-1], args[0], error)
-        raise
     if torch.compiler.is_compiling():  # graphs keep the order of collectives, but not of what writes its arguments
+        refuse_grad(op, *args, out, residual_out)
         with torch.autocast(args[0].device.type, enabled=False):  # as in the op with memory
             normed, total = call(*args)
         return _written(normed, out, "out"), _written(total, residual_out, "residual_out")

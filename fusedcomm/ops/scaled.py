@@ -116,7 +116,7 @@ def scaled_matmul_all_to_all(
         scatter_dim=scatter_dim,
         out_shape=out_shape,
         splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
-        scaled=(scale_x, scale_w, out_dtype),
+        scaled=(scale_x, scale_w, out_dtype, use_fast_accum),
     )
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
@@ -181,7 +181,7 @@ def scaled_all_to_all_matmul(
         gather_dim=gather_dim,
         scatter_dim=scatter_dim,
         splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
-        scaled=(scale_x, scale_w, out_dtype),
+        scaled=(scale_x, scale_w, out_dtype, use_fast_accum),
     )
     group_size, group_name = resolve(group)
     divisible = splits.divides(group_size, x.shape, scatter_dim)
@@ -238,7 +238,7 @@ def scaled_all_gather_matmul(
         lists=True,
         gather_dim=gather_dim,
         splits=(gather_splits, gather_size),
-        scaled=(scale_x, scale_w, out_dtype),
+        scaled=(scale_x, scale_w, out_dtype, use_fast_accum),
     )
     group_size, group_name = resolve(group)
     ws, biases = lists_of(w, bias)
@@ -301,7 +301,7 @@ def scaled_matmul_reduce_scatter(
         partial_bias=partial_bias,
         reduce_op=reduce_op,
         splits=(None, None, scatter_splits, scatter_ranges),
-        scaled=(scale_x, scale_w, out_dtype),
+        scaled=(scale_x, scale_w, out_dtype, use_fast_accum),
     )
     group_size, group_name = resolve(group)
     divisible = splits.divides_product(group_size, x, w, scatter_dim)
@@ -354,7 +354,7 @@ def scaled_matmul_all_reduce(
         group=group,
         partial_bias=partial_bias,
         reduce_op=reduce_op,
-        scaled=(scale_x, scale_w, out_dtype),
+        scaled=(scale_x, scale_w, out_dtype, use_fast_accum),
     )
     where = (reduce_op_name(reduce_op), *resolve(group), CALL, partial_bias)
     op = torch.ops.fusedcomm.scaled_matmul_all_reduce
