@@ -73,8 +73,6 @@ class Linear:
 
         with call_check.same_arguments(op, pg.group_name, pg.rank(), vote, facts):
             self._check(options.keys() & {"x", "residual", "out", "residual_out"})
-            k, n = self._like.shape
-            self._columns = {"x": k, "residual": n} if op.endswith("_norm") else {"x": k}
             args, exchange = self._call(max_rows)
             facts |= {"max_rows": max_rows, "dtype": str(args.x.dtype).removeprefix("torch.")}
             facts |= flight_recorder.Record(op, args.group_name, args.x.device, exchange).arguments
@@ -90,6 +88,8 @@ class Linear:
             raise ValueError(f"inputs and results are those of each call, got {', '.join(sorted(of_calls))}")
         if not isinstance(self._like, Tensor) or self._like.ndim != 2:
             raise ValueError(f"w must be [K, N], got {getattr(self._like, 'shape', self._like)}")
+        k, n = self._like.shape
+        self._columns = {"x": k, "residual": n} if self.op.endswith("_norm") else {"x": k}
 
     def can_run(self) -> bool:
         """Whether `should_run` is True of some number of rows. If it is not, `reason` says why."""

@@ -23,28 +23,25 @@ def check_types(
     x: Any,
     w: Any,
     bias: Any,
-    *,
-    lists: bool = False,
-    op: str = "",
-    group: Any = None,
+    op: str,
+    group: Any,
     gather_dim: Any = 0,
     scatter_dim: Any = 0,
+    splits: tuple[Any, ...] = (),
+    scaled: tuple[Any, ...] = (),
+    *,
+    lists: bool = False,
     out_shape: Any = None,
     partial_bias: Any = None,
-    residual: Any = (),
-    norm_weight: Any = None,
-    eps: Any = (),  # a float would be a symbol in graphs of dynamic sizes
     reduce_op: Any = "sum",
-    splits: tuple[Any, ...] = (),
-    out: Any = None,
-    residual_out: Any = None,
-    scaled: tuple[Any, ...] = (),
+    norm: tuple[Any, ...] = (),
 ) -> None:
     """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types;
     ValueError where splits exclude each other.
 
-    ``splits``: the arguments of `check_splits`. ``scaled``: scale_x, scale_w, out_dtype, use_fast_accum. ``lists``: w
-    and bias may be lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
+    ``op``: peers on ``group`` hear of its error, if they compare calls. ``splits``: the arguments of `check_splits`.
+    ``scaled``: scale_x, scale_w, out_dtype, use_fast_accum. ``norm``: residual, norm_weight, eps, out, residual_out.
+    ``lists``: w and bias may be lists of these.
     """
     try:
         check_tensor("x", x)
@@ -65,12 +62,6 @@ def check_types(
             _check_sizes("out_shape", out_shape)
         if partial_bias is not None:
             check_tensor("partial_bias", partial_bias)
-        if type(residual) is not tuple or residual:  # else the op has none
-            check_tensor("residual", residual)
-        if norm_weight is not None:
-            check_tensor("norm_weight", norm_weight)
-        if type(eps) not in (float, tuple) and not isinstance(eps, Real):
-            raise TypeError(f"eps must be a float, got {_short(eps)}")
         if type(reduce_op) is not str:
             reduce_op_name(reduce_op)
         for each in splits:
@@ -87,12 +78,18 @@ def check_types(
             check_out_dtype(out_dtype)
             if type(use_fast_accum) is not bool:
                 raise TypeError(f"use_fast_accum must be a bool, got {_short(use_fast_accum)}")
-        if out is not None or residual_out is not None:
-            inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "norm_weight": norm_weight}
-            _check_apart({"out": out, "residual_out": residual_out}, inputs)
+        if norm:
+            residual, norm_weight, eps, out, residual_out = norm
+            check_tensor("residual", residual)
+            if norm_weight is not None:
+                check_tensor("norm_weight", norm_weight)
+            if type(eps) is not float and not isinstance(eps, Real):
+                raise TypeError(f"eps must be a float, got {_short(eps)}")
+            if out is not None or residual_out is not None:
+                inputs = {"x": x, "w": w, "bias": bias, "residual": residual, "norm_weight": norm_weight}
+                _check_apart({"out": out, "residual_out": residual_out}, inputs)
     except (TypeError, ValueError) as error:
-        if op:
-            tell_peers(op, resolve(group)[1], x, error)
+        tell_peers(op, resolve(group)[1], x, error)
         raise
 
 

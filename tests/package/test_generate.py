@@ -49,7 +49,7 @@ MEMBERS = dict(pair for each in PUBLIC.values() for pair in members(each))
 
 def entries(docstring: str, heading: str) -> set[str]:
     section = re.search(rf"^{heading}:\n((?:    .*\n?)+)", docstring, re.M)
-    return set(re.findall(r"^    (\w+): ", section[1], re.M)) if section else set()
+    return set(", ".join(re.findall(r"^    (\w+(?:, \w+)*): ", section[1], re.M)).split(", ")) if section else set()
 
 
 def parameters(of: Any) -> list[str]:
