@@ -52,8 +52,9 @@ def check_types(
             if each is not None:
                 check_tensor("bias", each)
         if lists and bias is not None and isinstance(bias, LISTS) is not is_list and len(w):
-            one, beside, got = ("list", "a list of w", "tensor") if is_list else ("tensor", "one w", "list")
-            raise ValueError(f"bias must be a {one} or None beside {beside}, got a {got}")
+            if is_list:
+                raise ValueError("bias must be a list or None beside a list of w, got a tensor")
+            raise ValueError("bias must be a tensor or None beside one w, got a list")
         if type(gather_dim) is not int:  # most are
             check_int("gather_dim", gather_dim)
         if type(scatter_dim) is not int:

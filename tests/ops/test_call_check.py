@@ -359,7 +359,7 @@ def test_peers_hear_of_errors_above_the_kernels(rank: int) -> None:
         (fusedcomm.moe_dispatch, (x, ids, 2, 8), (0, None), {}),
         (fusedcomm.matmul_all_reduce, (x, w), (0, None), {}),
     ]
-    with fresh_group(CHECK="1") as group:
+    with fresh_group(**CHECKED) as group:
         fusedcomm.all_reduce(x, group)
         for call, args, (at, wrong), options in calls:
             given = [wrong if rank and i == at else arg for i, arg in enumerate(args)]

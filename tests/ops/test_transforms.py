@@ -227,6 +227,15 @@ def test_autocast(rank: int, name: str, algorithm: str) -> None:
             assert all(grad.dtype == torch.float32 for grad in grads)
 
 
+@on_ranks(2)
+def test_explain_casts_as_autocast_does(rank: int) -> None:
+    x, w = torch.ones(4, 6), torch.ones(6, 8)
+    want = fusedcomm.explain("matmul_all_reduce", x.bfloat16(), w.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (w, w.bfloat16()):
+            assert fusedcomm.explain("matmul_all_reduce", x, each) == want
+
+
 def eager_and_compiled(rank: int, op: str, backend: str, dynamic: bool) -> None:
     torch._dynamo.reset()
     program = program_of(op)
