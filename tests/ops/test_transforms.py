@@ -118,7 +118,7 @@ def test_forward_mode_is_refused(rank: int, name: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("op", ["moe_dispatch", "moe_send", "moe_combine", "moe_grouped_matmul", "moe_grouped_outer"])
 def test_routed_ops_refuse_forward_mode(rank: int, op: str) -> None:
-    routing, where = torch.zeros(19, 2, dtype=torch.int64), (2, dist.group.WORLD.group_name)
+    routing, where = torch.zeros(21, 2, dtype=torch.int64), (2, dist.group.WORLD.group_name)
     offsets, t = torch.zeros(1, dtype=torch.int32), torch.ones(6, 8)
     rest: dict[str, tuple[Any, ...]] = {
         "moe_dispatch": (torch.zeros(6, 1, dtype=torch.int64), 2, 6, 1, *where),
