@@ -5,22 +5,28 @@ them together, in the same order, and call them with the same number of rows. Th
 Where CUDA graphs will hold their calls, make them and warm them up inside `fusedcomm.before_capture`.
 """
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
+from torch.distributed import ProcessGroup
 
+from fusedcomm.memory import flight_recorder
 from fusedcomm.memory.call_memory import CallMemory
-from fusedcomm.memory.group import Group
-from fusedcomm.memory.group_member import check_same_call
+from fusedcomm.memory.group import Group, find, resolve, store
+from fusedcomm.memory.members import members
 from fusedcomm.memory.vote import agree
+from fusedcomm.ops import call_check
 from fusedcomm.ops.arguments import LISTS
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.explain import arguments_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan.call_plan import CALL, Plan, fingerprint_of, wire_facts
+from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.run import calls
 
 __all__ = ["Linear", "RowParallelTail"]
@@ -57,19 +63,33 @@ class Linear:
     """
 
     def __init__(self, op: str, w: Any, group: Group, max_rows: int, *, bias: Any = None, **options: Any) -> None:
-        if op not in _FIXED:
-            raise ValueError(f"op must be one of {', '.join(_FIXED)}, got {op!r}")
-        if not isinstance(max_rows, int) or max_rows < 1:
-            raise ValueError(f"max_rows must be an int, at least 1, got {max_rows!r}")
-        if memory := options.keys() & {"out", "residual_out"}:
-            raise ValueError(f"results have memory of their own, got {', '.join(sorted(memory))}")
-        self.op, self.max_rows, self._like = op, max_rows, w[0] if isinstance(w, LISTS) else w
+        self.op, self.max_rows = op, max_rows
+        self._like: Any = next(iter(w), w) if isinstance(w, LISTS) else w
+        self._fixed = {"w": w, "group": group, "bias": bias} | _FIXED.get(op, {}) | options
+        pg, facts = self._group, dict[str, Any]()
+
+        def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
+            return [each["call"] for each in self._all({"call": call})]
+
+        with call_check.same_arguments(op, pg.group_name, pg.rank(), vote, facts):
+            self._check(options.keys() & {"x", "residual", "out", "residual_out"})
+            args, exchange = self._call(max_rows)
+            facts |= {"max_rows": max_rows, "dtype": str(args.x.dtype).removeprefix("torch.")}
+            facts |= flight_recorder.Record(op, args.group_name, args.x.device, exchange).arguments
+            facts |= call_check.operand_facts(args, exchange.cut is None)
+        self._vote()
+
+    def _check(self, of_calls: Collection[str]) -> None:
+        if self.op not in _FIXED:
+            raise ValueError(f"op must be one of {', '.join(_FIXED)}, got {self.op!r}")
+        if type(self.max_rows) is not int or self.max_rows < 1:
+            raise ValueError(f"max_rows must be an int, at least 1, got {self.max_rows!r}")
+        if of_calls:
+            raise ValueError(f"inputs and results are those of each call, got {', '.join(sorted(of_calls))}")
         if not isinstance(self._like, Tensor) or self._like.ndim != 2:
             raise ValueError(f"w must be [K, N], got {getattr(self._like, 'shape', self._like)}")
-        self._fixed = {"w": w, "group": group, "bias": bias} | _FIXED[op] | options
-        k, n = self._like.shape[-2:]
-        self._columns = {"x": k, "residual": n} if op.endswith("_norm") else {"x": k}
-        self._vote()
+        k, n = self._like.shape
+        self._columns = {"x": k, "residual": n} if self.op.endswith("_norm") else {"x": k}
 
     def can_run(self) -> bool:
         """Whether `should_run` is True of some number of rows. If it is not, `reason` says why."""
@@ -91,7 +111,7 @@ class Linear:
         """
         every = range(1, self.max_rows + 1) if rows is None else rows
         runs = [each for each in every if self.should_run(each)]
-        runs.sort(key=lambda each: -self._plan(each)[0].slot_bytes)
+        runs.sort(key=lambda each: -self._plan(each).slot_bytes)
         for each in (*runs[:1], *runs, *runs):  # memory grows once; the second call prepares those behind it
             self.apply(*self._inputs(each).values())
         self._vote()  # an algorithm may have failed its proof, or memory may be missing
@@ -99,6 +119,8 @@ class Linear:
     @torch.no_grad()
     def apply(self, *tensors: Tensor) -> Any:
         """Run the op, or the plain program where `should_run` is False of x's rows."""
+        if len(tensors) != len(self._columns):
+            raise TypeError(f"a call takes {' and '.join(self._columns)}, got {len(tensors)} arguments")
         with torch.autocast(self._like.device.type, enabled=False):
             return self._apply(dict(zip(self._columns, tensors, strict=True)))
 
@@ -118,26 +140,36 @@ class Linear:
     def _inputs(self, rows: int) -> dict[str, Tensor]:
         return {name: self._like.new_zeros(rows, columns) for name, columns in self._columns.items()}
 
-    def _plan(self, rows: int) -> tuple[Plan, Any]:
-        spec, args = arguments_of(self.op, **self._fixed, **self._inputs(rows))
-        return prepare(self.op, spec.exchange_of(args), args.x.dtype, args.x.device, args.group_name)
+    @torch.no_grad()
+    def _call(self, rows: int) -> tuple[Arguments, Exchange]:
+        with torch.autocast(self._like.device.type, enabled=False):
+            spec, args = arguments_of(self.op, **self._fixed, **self._inputs(rows))
+        return args, spec.exchange_of(args)
+
+    def _plan(self, rows: int) -> Plan:
+        args, exchange = self._call(rows)
+        return prepare(self.op, exchange, args.x.dtype, args.x.device, args.group_name)[0]
+
+    @property
+    def _group(self) -> ProcessGroup:
+        return find(resolve(self._fixed["group"])[1])
+
+    def _all(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's facts, of the same keys."""
+        pg = self._group
+        if pg.size() == 1 or dist.get_backend(pg) == "fake":
+            return [copy.deepcopy(facts) for _ in range(pg.size())]
+        departures = next((each.departures for each in members(pg)), None)
+        return agree(store(pg, "inference"), pg.rank(), pg.size(), facts, what=self.op, departures=departures)
 
     def _vote(self) -> None:
         """Find the numbers of rows, powers of two, that no rank runs unfused."""
         rows = [min(1 << i, self.max_rows) for i in range((self.max_rows - 1).bit_length() + 1)]
         plans = [self._plan(each) for each in rows]
-        plan, ours = plans[-1]
-        own: dict[str, Any] = {"runs": [each.algorithm != "unfused" for each, _ in plans], "reason": plan.reason}
-        votes = [own]
-        if ours is not None and ours.topology.backend != "fake":
-            assert plan.exchange is not None
-            same = fingerprint_of(self.op, self._like.dtype, rows, *wire_facts(CALL, plan.exchange, 0))
-            facts = {"op": self.op, "fingerprint": same, "stage": "inference"} | own
-            store = PrefixStore("inference", ours.store)
-            votes = agree(store, ours.rank, ours.group_size, facts, what=self.op, departures=ours.departures)
-            check_same_call(votes, ours.rank, self.op, ours.group_name)
+        own = {"runs": [each.algorithm != "unfused" for each in plans], "reason": plans[-1].reason}
+        votes = self._all(own)
         self._runs = [all(each) for each in zip(*(vote["runs"] for vote in votes), strict=True)]
-        self.reason = next((vote["reason"] for vote in votes if not vote["runs"][-1]), plan.reason)
+        self.reason = next((vote["reason"] for vote in votes if not vote["runs"][-1]), own["reason"])
 
 
 class RowParallelTail(Linear):

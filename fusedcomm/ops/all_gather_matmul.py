@@ -86,20 +86,12 @@ def all_gather_matmul(
         gate, up = fusedcomm.all_gather_matmul(x, [w_gate, w_up], gather_dim=1)
         assert gate.shape == (2, 8, 6) and up.shape == (2, 8, 5)  # [batch, tokens, N]
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="all_gather_matmul",
-        group=group,
-        lists=True,
-        gather_dim=gather_dim,
-        splits=(gather_splits, gather_size),
-    )
+    given = (gather_splits, gather_size)
+    check_types(x, w, bias, "all_gather_matmul", group, gather_dim, 0, given, lists=True)
     group_size, group_name = resolve(group)
     ws, biases = lists_of(w, bias)
     keep = bool(save_gathered) and torch.is_grad_enabled() and any(each.requires_grad for each in ws)
-    parts = splits.splits_of(gather_splits, gather_size, None, None, True, group_name).to_gather
+    parts = splits.splits_of(*given, None, None, True, group_name).to_gather
     outs = torch.ops.fusedcomm.all_gather_matmul(x, ws, biases, gather_dim, keep, *parts, group_size, group_name)[0]
     return outs if isinstance(w, LISTS) else outs[0]
 
@@ -117,11 +109,7 @@ def matmul_and_gathered(
 
 def lists_of(w: Any, bias: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     if not isinstance(w, LISTS):
-        if isinstance(bias, LISTS):
-            raise ValueError("bias must be a tensor or None beside one w, got a list")
         return [w], [bias]
-    if not isinstance(bias, (*LISTS, type(None))):
-        raise ValueError("bias must be a list or None beside a list of w, got a tensor")
     return list(w), [None] * len(w) if bias is None else list(bias)
 
 

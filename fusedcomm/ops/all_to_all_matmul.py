@@ -68,20 +68,12 @@ def all_to_all_matmul(
         y = fusedcomm.all_to_all_matmul(x, w, gather_dim=-2, scatter_dim=1)
         assert y.shape == (2, 4, 5)  # [batch, tokens / R, N]
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="all_to_all_matmul",
-        group=group,
-        gather_dim=gather_dim,
-        scatter_dim=scatter_dim,
-        splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
-    )
+    given = (gather_splits, gather_size, scatter_splits, scatter_ranges)
+    check_types(x, w, bias, "all_to_all_matmul", group, gather_dim, scatter_dim, given)
     group_size, group_name = resolve(group)
     keep = bool(save_exchanged) and torch.is_grad_enabled() and w.requires_grad
     divisible = splits.divides(group_size, x.shape, scatter_dim)
-    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
+    parts = splits.splits_of(*given, divisible, group_name)
     call = torch.ops.fusedcomm.all_to_all_matmul
     return call(x, w, bias, gather_dim, scatter_dim, keep, *parts, group_size, group_name)[0]
 
@@ -123,7 +115,5 @@ def backward(ctx: Any, needs: PerTensor, grad: Tensor | None, grad_exchanged: Te
     if grad_exchanged is not None and ctx.saved_exchanged and needs.x:  # or it is empty, and constant
         part = splits.exchange(grad_exchanged, scatter_dim, gather_dim, back, *ctx.group)
         joined = part if joined is None else joined + part
-    grad_x = joined
-    if joined is not None and splits.adds_back(ctx.splits, ctx.scattered):
-        grad_x = splits.add_back(joined, scatter_dim, ctx.splits, ctx.scattered)
+    grad_x = None if joined is None else splits.add_back(joined, scatter_dim, ctx.splits, ctx.scattered)
     return PerTensor(grad_x, [grad_w], [grad_bias])

@@ -24,36 +24,38 @@ def check_types(
     x: Any,
     w: Any,
     bias: Any,
-    *,
-    lists: bool = False,
-    op: str = "",
-    group: Any = None,
+    op: str,
+    group: Any,
     gather_dim: Any = 0,
     scatter_dim: Any = 0,
+    splits: tuple[Any, ...] = (),
+    scaled: tuple[Any, ...] = (),
+    *,
+    lists: bool = False,
     out_shape: Any = None,
     partial_bias: Any = None,
-    residual: Any = (),
-    norm_weight: Any = None,
-    eps: Any = (),  # a float would be a symbol in graphs of dynamic sizes
     reduce_op: Any = "sum",
-    splits: tuple[Any, ...] = (),
-    out: Any = None,
-    residual_out: Any = None,
-    scaled: tuple[Any, ...] = (),
+    norm: tuple[Any, ...] = (),
 ) -> None:
     """Raise TypeError unless x and w are plain tensors, the biases such or None, and the others of the schema's types;
     ValueError where splits exclude each other.
 
-    ``splits``: the arguments of `check_splits`. ``scaled``: scale_x, scale_w, out_dtype. ``lists``: w and bias may be
-    lists of these. ``op``: peers on ``group`` hear of its error, if they compare calls.
+    ``op``: peers on ``group`` hear of its error, if they compare calls. ``splits``: the arguments of `check_splits`.
+    ``scaled``: scale_x, scale_w, out_dtype, use_fast_accum. ``norm``: residual, norm_weight, eps, out, residual_out.
+    ``lists``: w and bias may be lists of these.
     """
     try:
         check_tensor("x", x)
-        for each in w if lists and isinstance(w, LISTS) else (w,):
+        is_list = lists and isinstance(w, LISTS)
+        for each in w if is_list else (w,):
             check_tensor("w", each)
         for each in bias if lists and isinstance(bias, LISTS) else (bias,):
             if each is not None:
                 check_tensor("bias", each)
+        if lists and bias is not None and isinstance(bias, LISTS) is not is_list and len(w):
+            if is_list:
+                raise ValueError("bias must be a list or None beside a list of w, got a tensor")
+            raise ValueError("bias must be a tensor or None beside one w, got a list")
         if type(gather_dim) is not int:  # most are
             check_int("gather_dim", gather_dim)
         if type(scatter_dim) is not int:
@@ -62,12 +64,6 @@ def check_types(
             _check_sizes("out_shape", out_shape)
         if partial_bias is not None:
             check_tensor("partial_bias", partial_bias)
-        if type(residual) is not tuple or residual:  # else the op has none
-            check_tensor("residual", residual)
-        if norm_weight is not None:
-            check_tensor("norm_weight", norm_weight)
-        if type(eps) not in (float, tuple) and not isinstance(eps, Real):
-            raise TypeError(f"eps must be a float, got {_short(eps)}")
         if type(reduce_op) is not str:
             reduce_op_name(reduce_op)
         for each in splits:
@@ -75,19 +71,27 @@ def check_types(
                 check_splits(*splits)
                 break
         if scaled:
-            scale_x, scale_w, out_dtype = scaled
+            scale_x, scale_w, out_dtype, use_fast_accum = scaled
             check_tensor("scale_x", scale_x)
             for each in scale_w if lists and isinstance(scale_w, LISTS) else (scale_w,):
                 check_tensor("scale_w", each)
             if not isinstance(out_dtype, torch.dtype):
                 raise TypeError(f"out_dtype must be a torch.dtype, got {_short(out_dtype)}")
             check_out_dtype(out_dtype)
-        for name, each in (("out", out), ("residual_out", residual_out)):
-            if each is not None:
-                check_tensor(name, each)
+            if type(use_fast_accum) is not bool:
+                raise TypeError(f"use_fast_accum must be a bool, got {_short(use_fast_accum)}")
+        if norm:
+            residual, norm_weight, eps, out, residual_out = norm
+            check_tensor("residual", residual)
+            if norm_weight is not None:
+                check_tensor("norm_weight", norm_weight)
+            if type(eps) is not float and not isinstance(eps, Real):
+                raise TypeError(f"eps must be a float, got {_short(eps)}")
+            for name, each in (("out", out), ("residual_out", residual_out)):
+                if each is not None:
+                    check_tensor(name, each)
     except (TypeError, ValueError) as error:
-        if op and isinstance(x, Tensor):
-            tell_peers(op, resolve(group)[1], x, error)
+        tell_peers(op, resolve(group)[1], x, error)
         raise
 
 

@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import PrefixStore
-from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm import env
 from fusedcomm.errors import PeerMismatchError
 from fusedcomm.memory import flight_recorder, group
 from fusedcomm.memory.group_member import Member
-from fusedcomm.memory.members import known_member, member
+from fusedcomm.memory.members import known_member, member, members
 from fusedcomm.memory.vote import agree
+from fusedcomm.ops.call_arguments import Arguments
+from fusedcomm.ops.library import UpToTheOp
 from fusedcomm.plan.call_plan import CALL, Plan, graph_facts
 from fusedcomm.plan.cost.model import KINDS
 
 _MOST_LETTERS = 512  # of an error
 
 
-def same_call(
-    record: flight_recorder.Record, plan: Plan, ours: Member, wire: str, *, bias: Any, by_product: bool
-) -> None:
-    """Compare the call with the other ranks', in a bounded collective. ``bias``: a tensor or None, or a list of these.
+def same_call(record: flight_recorder.Record, plan: Plan, ours: Member, args: Arguments) -> None:
+    """Compare the call with the other ranks', in a bounded collective.
 
     Raises PeerMismatchError where the calls differ, and PeerTimeoutError where a rank does not come. Nothing has been
     sent then, and the group can go on.
@@ -42,7 +42,7 @@ def same_call(
     if plan.has_workspace:
         ours.enter(record.op, plan.fingerprint)  # raises if this rank knows of an error: it does not come to the vote
     record.state = flight_recorder.CHECKING
-    calls = _all_calls(ours, record.op, facts_of(record, plan, wire, bias, by_product))
+    calls = _all_calls(ours, record.op, facts_of(record, plan, args))
     for rank, call in enumerate(calls):
         if "error" in call:
             text = f"rank {rank} found its input wrong: {call['error']}"
@@ -50,11 +50,17 @@ def same_call(
     compare(calls, ours.rank, record.op, f"call {record.number} on group {record.group_name!r}")
 
 
-def tell_peers(op: str, group_name: str, x: Tensor, error: Exception) -> None:
-    """With FUSEDCOMM_CHECK, report the error of this rank's arguments to the peers' `same_call`."""
-    if is_traced(x) or group.find(group_name).size() == 1:
+def tell_peers(op: str, group_name: str, x: Any, error: Exception) -> None:
+    """With FUSEDCOMM_CHECK, report the error of this rank's arguments to the peers' `same_call`. ``x``: the payload."""
+    is_tensor = isinstance(x, Tensor)
+    if (is_tensor and is_traced(x)) or isinstance(_get_current_dispatch_mode(), UpToTheOp):
         return
-    ours = known_member(group_name, x.device) or (member(group_name, x.device) if env.check() else None)
+    pg = group.find(group_name)
+    known = members(pg)
+    if pg.size() == 1 or not (is_tensor or len(known) == 1):  # without a tensor the device is that of earlier calls
+        return
+    device = x.device if is_tensor else known[0].device
+    ours = known_member(group_name, device) or (member(group_name, device) if env.check() else None)
     if ours is not None and ours.topology.check:
         with ours.lock:
             _all_calls(ours, op, {"op": op, "error": str(error)[:_MOST_LETTERS]})
@@ -62,12 +68,11 @@ def tell_peers(op: str, group_name: str, x: Tensor, error: Exception) -> None:
 
 @contextmanager
 def told_to_peers(op: str, group_name: str, x: Any) -> Iterator[None]:
-    """`tell_peers` of an error inside, where arguments are checked. ``x``: the payload."""
+    """`tell_peers` of an error inside, where arguments are checked."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if isinstance(x, Tensor):
-            tell_peers(op, group_name, x, error)
+        tell_peers(op, group_name, x, error)
         raise
 
 
@@ -77,13 +82,12 @@ def _all_calls(ours: Member, op: str, call: dict[str, Any]) -> list[dict[str, An
     return [each["call"] for each in found]
 
 
-def facts_of(record: flight_recorder.Record, plan: Plan, wire: str, bias: Any, by_product: bool) -> dict[str, Any]:
+def facts_of(record: flight_recorder.Record, plan: Plan, args: Arguments) -> dict[str, Any]:
     """The call as JSON. The most telling fields come first."""
-    is_even = record.exchange is None or record.exchange.cut is None
-    if wire != CALL and plan.exchange is not None:
+    if args.wire != CALL and plan.exchange is not None:
         return {
             "op": KINDS[record.op],
-            "wire": wire,
+            "wire": args.wire,
             "chunk": list(graph_facts(plan.exchange, plan.num_rounds)),
             "dtype": record.dtype_name,
             "rounds": plan.num_rounds,
@@ -95,13 +99,23 @@ def facts_of(record: flight_recorder.Record, plan: Plan, wire: str, bias: Any, b
         "op": record.op,
         **record.arguments,
         "dtype": record.dtype_name,
-        "bias shape": pytree.tree_map(_shape if is_even else _is_there, bias),
-        "by-product": by_product,
+        **operand_facts(args, record.exchange is None or record.exchange.cut is None),
+        "by-product": args.return_gathered,
         "algorithm": plan.algorithm,
         "rounds": plan.num_rounds,
         "slot bytes": plan.slot_bytes,
         "number of the call": record.number,
         "version": _version(),
+    }
+
+
+def operand_facts(args: Arguments, is_even: bool) -> dict[str, Any]:
+    """Facts about the tensors beside x and w. The biases of uneven parts may differ in size."""
+    biases = [None if bias is None else list(bias.shape) if is_even else True for bias in args.biases]
+    return {
+        "bias shape": biases[0] if len(biases) == 1 else biases,
+        "norm_weight": args.norm_weight is not None,
+        "dims of scales": [max(scale.ndim, 1) for scale in args.scales],  # the recipe but for blocks
     }
 
 
@@ -175,14 +189,6 @@ def _by_rank(values: list[Any], names: Sequence[int]) -> str:
     }
     parts = [f"{text} on rank{'s' * (len(found) > 1)} {', '.join(found)}" for text, found in ranks.items()]
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _shape(leaf: Tensor | None) -> list[int] | None:
-    return None if leaf is None else list(leaf.shape)
-
-
-def _is_there(leaf: Tensor | None) -> bool | None:
-    return None if leaf is None else True
 
 
 @cache

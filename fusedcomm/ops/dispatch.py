@@ -97,8 +97,7 @@ def _begin(
     ours.count(record, plan.algorithm)
     try:
         if ours.topology.check:
-            bias = args.biases if spec.takes_lists else args.bias
-            call_check.same_call(record, plan, ours, args.wire, bias=bias, by_product=args.return_gathered)
+            call_check.same_call(record, plan, ours, args)
         record.state = flight_recorder.RUNNING
         uneven = record.exchange.cut is not None
         if proof.is_unproved(plan, record.dtype, ours, uneven):

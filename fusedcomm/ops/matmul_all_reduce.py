@@ -60,7 +60,7 @@ def matmul_all_reduce(
         y = fusedcomm.matmul_all_reduce(x, w)
         assert y.shape == (2, 8, 5) and (y == 6).all()  # [batch, tokens, N], summed over K
     """
-    check_types(x, w, bias, op="matmul_all_reduce", group=group, partial_bias=partial_bias, reduce_op=reduce_op)
+    check_types(x, w, bias, "matmul_all_reduce", group, partial_bias=partial_bias, reduce_op=reduce_op)
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
     return torch.ops.fusedcomm.matmul_all_reduce(x, w, bias, reduce_op, group_size, group_name, CALL, partial_bias)

@@ -76,21 +76,12 @@ def matmul_all_to_all(
         y = fusedcomm.matmul_all_to_all(x, w, gather_dim=1, scatter_dim=-2, out_shape=[2, 3])
         assert y.shape == (2, 8, 1, 3)  # [batch, tokens, heads / R, head_dim]
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="matmul_all_to_all",
-        group=group,
-        gather_dim=gather_dim,
-        scatter_dim=scatter_dim,
-        out_shape=out_shape,
-        splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
-    )
+    given = (gather_splits, gather_size, scatter_splits, scatter_ranges)
+    check_types(x, w, bias, "matmul_all_to_all", group, gather_dim, scatter_dim, given, out_shape=out_shape)
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
     divisible = splits.divides_product(group_size, x, w, scatter_dim, shape)
-    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
+    parts = splits.splits_of(*given, divisible, group_name)
     dims = (gather_dim, scatter_dim)
     return torch.ops.fusedcomm.matmul_all_to_all(x, w, bias, shape, *dims, *parts, group_size, group_name)
 
@@ -122,8 +113,7 @@ def backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
         grad_x = flat_x.view(ctx.x_shape)
     else:
         grad_y = splits.exchange(grad, *ctx.exchange)
-        if adds:
-            grad_y = splits.add_back(grad_y, gather_dim, ctx.splits, ctx.scattered)
+        grad_y = splits.add_back(grad_y, gather_dim, ctx.splits, ctx.scattered)
         grad_x = torch.matmul(grad_y.flatten(-ctx.num_columns), w.mT) if needs.x else None
     grad_w = gradients.of_w(x, grad_y.flatten(-ctx.num_columns), ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad_y.flatten(-ctx.num_columns)) if needs_bias else None

@@ -68,21 +68,13 @@ def matmul_reduce_scatter(
         y = fusedcomm.matmul_reduce_scatter(x, w, scatter_dim=1)
         assert y.shape == (2, 4, 5) and (y == 6).all()  # [batch, tokens / R, N], summed over K
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="matmul_reduce_scatter",
-        group=group,
-        scatter_dim=scatter_dim,
-        partial_bias=partial_bias,
-        reduce_op=reduce_op,
-        splits=(None, None, scatter_splits, scatter_ranges),
-    )
+    given = (None, None, scatter_splits, scatter_ranges)
+    name = "matmul_reduce_scatter"
+    check_types(x, w, bias, name, group, 0, scatter_dim, given, partial_bias=partial_bias, reduce_op=reduce_op)
     reduce_op = reduce_op_name(reduce_op)
     group_size, group_name = resolve(group)
     divisible = splits.divides_product(group_size, x, w, scatter_dim)
-    parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
+    parts = splits.splits_of(*given, divisible, group_name).to_scatter
     where = (scatter_dim, *parts, group_size, group_name)
     return torch.ops.fusedcomm.matmul_reduce_scatter(x, w, bias, reduce_op, *where, CALL, partial_bias)
 
@@ -113,8 +105,7 @@ def of_block(ctx: Any, needs: PerTensor, x: Tensor, w: Tensor, grad: Tensor) -> 
         )
     elif needs.x or needs_w or needs.partial_bias:
         gathered = splits.all_gather(part, ctx.scatter_dim, back, *ctx.group)
-        if adds:
-            gathered = splits.add_back(gathered, ctx.scatter_dim, ctx.splits, ctx.scattered)
+        gathered = splits.add_back(gathered, ctx.scatter_dim, ctx.splits, ctx.scattered)
         grad_x = torch.matmul(gathered, w.mT) if needs.x else None
     grad_w = gradients.of_w(x, gathered, ctx.w_layout) if needs_w else None
     grad_bias = gradients.of_bias(grad) if needs_bias else None

@@ -11,7 +11,6 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, matmul_reduce_scatter, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.ops.call_check import tell_peers
 from fusedcomm.ops.library import refuse_grad
 from fusedcomm.plan.geometry.shapes import check_out
 
@@ -72,7 +71,7 @@ def matmul_all_reduce_norm(
         assert (residual_out == 6).all() and (normed == 1).all()
     """
     op, given = "matmul_all_reduce_norm", (residual, norm_weight, eps)
-    _check(x, w, bias, *given, out, residual_out, op=op, group=group)
+    check_types(x, w, bias, op, group, norm=(*given, out, residual_out))
     return _call(op, (x, w, bias, *given, *resolve(group)), residual, out, residual_out)
 
 
@@ -107,8 +106,7 @@ def matmul_reduce_scatter_norm(
         bias: [N], of x's dtype and device; added to this rank's rows.
         eps: at least 0.
         scatter_splits: the size at scatter_dim that each rank gets, as in `matmul_reduce_scatter`.
-        out: memory for normed, as in `matmul_all_reduce_norm`.
-        residual_out: memory for residual_out, likewise.
+        out, residual_out: memory for the results, as in `matmul_all_reduce_norm`.
 
     Returns:
         Two contiguous tensors of y's shape with this rank's part at scatter_dim, (normed, residual_out).
@@ -132,11 +130,11 @@ def matmul_reduce_scatter_norm(
         assert (residual_out == torch.full((2, 8), 6.0)).all() and (normed == 1).all()
     """
     op, given = "matmul_reduce_scatter_norm", (residual, norm_weight, eps)
-    where = {"scatter_dim": scatter_dim, "splits": (None, None, scatter_splits, None)}
-    _check(x, w, bias, *given, out, residual_out, op=op, group=group, **where)
+    sizes = (None, None, scatter_splits, None)
+    check_types(x, w, bias, op, group, 0, scatter_dim, sizes, norm=(*given, out, residual_out))
     group_size, group_name = resolve(group)
     divisible = splits.divides_product(group_size, x, w, scatter_dim)
-    parts = splits.splits_of(None, None, scatter_splits, None, divisible, group_name).to_scatter
+    parts = splits.splits_of(*sizes, divisible, group_name).to_scatter
     args = (x, w, bias, *given, scatter_dim, *parts, group_size, group_name)
     return _call(op, args, residual, out, residual_out)
 
@@ -161,8 +159,7 @@ def all_reduce_norm(
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of x's dtype and device, added once, to the sum; the same on every rank.
         eps: at least 0.
-        out: memory for normed, as in `matmul_all_reduce_norm`.
-        residual_out: memory for residual_out, likewise.
+        out, residual_out: memory for the results, as in `matmul_all_reduce_norm`.
 
     Returns:
         Two contiguous tensors of x's shape, (normed, residual_out), the same on every rank.
@@ -175,15 +172,8 @@ def all_reduce_norm(
         assert (residual_out == 3).all() and (normed == 1).all()
     """
     op = "all_reduce_norm"
-    _check(x, (), bias, residual, norm_weight, eps, out, residual_out, op=op, group=group, lists=True)
+    check_types(x, (), bias, op, group, lists=True, norm=(residual, norm_weight, eps, out, residual_out))
     return _call(op, (x, residual, norm_weight, bias, eps, *resolve(group)), residual, out, residual_out)
-
-
-def _check(
-    x: Any, w: Any, bias: Any, residual: Any, norm_weight: Any, eps: Any, out: Any, residual_out: Any, **given: Any
-) -> None:
-    tensors = {"residual": residual, "norm_weight": norm_weight, "out": out, "residual_out": residual_out}
-    check_types(x, w, bias, eps=eps, **tensors, **given)
 
 
 def _call(
@@ -192,13 +182,10 @@ def _call(
     call = getattr(torch.ops.fusedcomm, op)
     if out is None and residual_out is None:
         return call(*args)  # type: ignore[no-any-return]
-    try:
-        refuse_grad(op, *args, out, residual_out)
-    except RuntimeError as error:
-        tell_peers(op, args[-1], args[0], error)
-        raise
     if torch.compiler.is_compiling():  # graphs keep the order of collectives, but not of what writes its arguments
-        normed, total = call(*args)
+        refuse_grad(op, *args, out, residual_out)
+        with torch.autocast(args[0].device.type, enabled=False):  # as in the op with memory
+            normed, total = call(*args)
         return _written(normed, out, "out"), _written(total, residual_out, "residual_out")
     like = partial(torch.empty_like, residual, memory_format=torch.contiguous_format)
     out, residual_out = like() if out is None else out, like() if residual_out is None else residual_out

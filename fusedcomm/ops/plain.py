@@ -40,10 +40,7 @@ def all_to_all(
         scatter_dim: another dim of x, along which it is cut as torch.chunk does; ranks behind its last chunk get
             nothing.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        gather_splits: every rank's size at gather_dim, as in `matmul_all_to_all`.
-        gather_size: the sum of these sizes, as there.
-        scatter_splits: the size of every rank's part of scatter_dim, as there.
-        scatter_ranges: (start, length) of every rank's part, as there.
+        gather_splits, gather_size, scatter_splits, scatter_ranges: as in `matmul_all_to_all`.
 
     Returns:
         A contiguous tensor of the exchanged x's shape.
@@ -59,8 +56,7 @@ def all_to_all(
         assert y.shape == (8, 1, 3)  # [tokens, heads / R, head_dim]
     """
     given = (gather_splits, gather_size, scatter_splits, scatter_ranges)
-    where: dict[str, Any] = {"group": group, "gather_dim": gather_dim, "scatter_dim": scatter_dim}
-    check_types(x, (), None, lists=True, op="all_to_all", splits=given, **where)
+    check_types(x, (), None, "all_to_all", group, gather_dim, scatter_dim, given, lists=True)
     group_size, group_name = resolve(group)
     parts = splits.splits_of(*given, splits.divides(group_size, x.shape, scatter_dim), group_name)
     return torch.ops.fusedcomm.all_to_all(x, gather_dim, scatter_dim, *parts, group_size, group_name)
@@ -80,8 +76,7 @@ def all_gather(
         x: at least 1-D; float32, float16, bfloat16 or, unfused, float64, on CPU or CUDA.
         gather_dim: a dim of x; negative ones count from the end.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
-        gather_splits: every rank's size at gather_dim, as in `all_gather_matmul`.
-        gather_size: the sum of these sizes, as there.
+        gather_splits, gather_size: as in `all_gather_matmul`.
 
     Every rank of the group calls it with the same shapes, but for gather_dim where splits say so, dtype and dim, in the
     same order of calls. Autocast leaves x as it is. The gradient of x is `reduce_scatter` of the result's gradient.
@@ -92,7 +87,7 @@ def all_gather(
         assert fusedcomm.all_gather(torch.ones(3, 4), gather_dim=0).shape == (6, 4)
     """
     given = (gather_splits, gather_size)
-    check_types(x, (), None, lists=True, op="all_gather", group=group, gather_dim=gather_dim, splits=given)
+    check_types(x, (), None, "all_gather", group, gather_dim, 0, given, lists=True)
     group_size, group_name = resolve(group)
     parts = splits.splits_of(*given, None, None, True, group_name).to_gather
     return torch.ops.fusedcomm.all_gather(x, gather_dim, *parts, group_size, group_name)  # type: ignore[no-any-return]
@@ -116,8 +111,7 @@ def reduce_scatter(
         scatter_dim: a dim of x, along which it is cut as torch.chunk does; negative ones count from the end.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: "sum" or "avg", or torch.distributed.ReduceOp.SUM or AVG.
-        scatter_splits: the size of every rank's part of scatter_dim, as in `matmul_reduce_scatter`.
-        scatter_ranges: (start, length) of every rank's part, as there.
+        scatter_splits, scatter_ranges: as in `matmul_reduce_scatter`.
 
     Returns:
         A contiguous tensor, equal from run to run as `matmul_reduce_scatter` is: added in float32 and rounded once.
@@ -130,12 +124,11 @@ def reduce_scatter(
 
         assert (fusedcomm.reduce_scatter(torch.ones(6, 4), scatter_dim=0) == torch.full((3, 4), 2.0)).all()
     """
-    given = (scatter_splits, scatter_ranges)
-    options = {"group": group, "scatter_dim": scatter_dim, "reduce_op": reduce_op, "splits": (None, None, *given)}
-    check_types(x, (), None, lists=True, op="reduce_scatter", **options)
+    given = (None, None, scatter_splits, scatter_ranges)
+    check_types(x, (), None, "reduce_scatter", group, 0, scatter_dim, given, lists=True, reduce_op=reduce_op)
     group_size, group_name = resolve(group)
     divisible = splits.divides(group_size, x.shape, scatter_dim)
-    parts = splits.splits_of(None, None, *given, divisible, group_name).to_scatter
+    parts = splits.splits_of(*given, divisible, group_name).to_scatter
     where = (reduce_op_name(reduce_op), scatter_dim, *parts, group_size, group_name)
     return torch.ops.fusedcomm.reduce_scatter(x, *where)  # type: ignore[no-any-return]
 
@@ -159,7 +152,7 @@ def all_reduce(x: Tensor, group: Group = None, *, reduce_op: str | ReduceOp = "s
 
         assert (fusedcomm.all_reduce(torch.ones(6, 4)) == 2).all()
     """
-    check_types(x, (), None, lists=True, op="all_reduce", group=group, reduce_op=reduce_op)
+    check_types(x, (), None, "all_reduce", group, lists=True, reduce_op=reduce_op)
     return torch.ops.fusedcomm.all_reduce(x, reduce_op_name(reduce_op), *resolve(group))  # type: ignore[no-any-return]
 
 
@@ -173,7 +166,7 @@ def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor])
 def all_to_all_backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0])
     joined = torch.ops.fusedcomm.all_to_all(grad, ctx.scatter_dim, ctx.gather_dim, *back, *ctx.group)
-    return _of_x(_added_back(ctx, joined))
+    return _of_x(splits.add_back(joined, ctx.scatter_dim, ctx.splits, ctx.scattered))
 
 
 def all_gather_backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
@@ -184,17 +177,12 @@ def all_gather_backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
 def reduce_scatter_backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     back = splits.reversed_splits(ctx.splits, ctx.scattered, ctx.group[0]).to_gather
     part = reference.averaged(grad, ctx.reduce_op, ctx.group[0])
-    return _of_x(_added_back(ctx, torch.ops.fusedcomm.all_gather(part, ctx.scatter_dim, *back, *ctx.group)))
+    joined = torch.ops.fusedcomm.all_gather(part, ctx.scatter_dim, *back, *ctx.group)
+    return _of_x(splits.add_back(joined, ctx.scatter_dim, ctx.splits, ctx.scattered))
 
 
 def all_reduce_backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     return _of_x(reference.averaged(gradients.same_on_all_ranks(grad, ctx.group), ctx.reduce_op, ctx.group[0]))
-
-
-def _added_back(ctx: Any, joined: Tensor) -> Tensor:
-    if not splits.adds_back(ctx.splits, ctx.scattered):
-        return joined
-    return splits.add_back(joined, ctx.scatter_dim, ctx.splits, ctx.scattered)
 
 
 def _of_x(grad: Tensor) -> PerTensor:

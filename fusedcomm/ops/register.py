@@ -1,5 +1,6 @@
 """Registers the ops of the table with torch: kernels, fakes, autograd, autocast, and `.out` overloads."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,16 @@ def _register_kernel(spec: OpSpec, overload: str) -> None:
             _native_kernels.append(native.register_kernel(*about, kernel, prepared.record))
 
 
+def _told(spec: OpSpec, args: Sequence[Any], check: Callable[..., Any], *given: Any) -> Any:
+    """``check(*given)``. Peers hear of its error."""
+    try:
+        return check(*given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        call = spec.bind(args)
+        call_check.tell_peers(spec.name, call.group_name, call.x, error)
+        raise
+
+
 def _kernel(spec: OpSpec, *args: Any, seen: prepared.Seen | None = None, **outs: Tensor) -> Any:
     call = spec.bind(args, **outs)
     try:
@@ -101,7 +112,7 @@ def _autograd(formula: Formula, *args: Any) -> Any:
     spec = formula.spec
     refuse_tangents(spec.name, *args)
     args = *args, *[*spec.arguments.values()][len(args) :]  # torch leaves out defaults at the end
-    flat = formula.flat(args)
+    flat = _told(spec, args, formula.flat, args)
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in flat):
         return spec.returned(formula.function.apply(*flat))
     with torch._C._AutoDispatchBelowAutograd():
@@ -110,14 +121,14 @@ def _autograd(formula: Formula, *args: Any) -> Any:
 
 def _without_gradients(spec: OpSpec, *args: Any) -> Any:
     refuse_tangents(spec.name, *args)
-    refuse_grad(spec.name, *pytree.tree_leaves(args))
+    _told(spec, args, refuse_grad, spec.name, *pytree.tree_leaves(args))
     with torch._C._AutoDispatchBelowAutograd():
         return spec.op(*args)
 
 
 def _out_below_autograd(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
     refuse_tangents(spec.name, *args)
-    refuse_grad(f"{spec.name}.out", *args, *outs.values())
+    _told(spec, args, refuse_grad, f"{spec.name}.out", *args, *outs.values())
     with torch._C._AutoDispatchBelowAutograd():
         getattr(torch.ops.fusedcomm, spec.name).out(*args, **outs)
     if native is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from fusedcomm import env
 from fusedcomm.memory import dumps, exits, flight_recorder, group
@@ -21,7 +22,7 @@ from fusedcomm.memory.members import member
 from fusedcomm.ops import routed_proof
 from fusedcomm.ops.call_check import same_collective
 from fusedcomm.ops.formula import needs_now
-from fusedcomm.ops.library import lib, refuse_transforms
+from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import Plan, fingerprint_of
@@ -299,27 +300,29 @@ def _grad_dispatch(ctx: Any, grad_rows: Tensor | None, *_: Any) -> tuple[Tensor 
 
 def _save_send(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, scores, packed, k, _, *where = inputs
-    ctx.save_for_backward(x, scores, packed)
-    ctx.facts = k, where
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, scores, packed)
+    ctx.facts = len(x), k, where
 
 
 def _grad_send(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
-    (x, scores, packed), (k, where) = ctx.saved_tensors, ctx.facts
+    (x, scores, packed), (num_tokens, k, where) = ctx.saved_tensors, ctx.facts
     needs_scores = needs_now(ctx)[1]
-    grad_x, received = _ops.moe_combine(grad_rows, None, scores, packed, x.shape[0], k, needs_scores, *where)
+    grad_x, received = _ops.moe_combine(grad_rows, None, scores, packed, num_tokens, k, needs_scores, *where)
     return grad_x, _of_scores(received, x, scores) if needs_scores else None, *[None] * 5
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     h, w, scores, packed, _, k, has_received, *where = inputs
+    needs_h, needs_w, needs_scores = ctx.needs_input_grad[:3]
+    recomputes = needs_scores and not has_received
     ctx.set_materialize_grads(False)
-    needs_h = w is not None or not has_received
-    ctx.save_for_backward(h if needs_h else None, w, scores, packed, output[1] if has_received else None)
-    ctx.facts = h.shape[0], k, has_received, where
+    saved = h if recomputes or needs_w else None, w if recomputes or needs_h else None
+    ctx.save_for_backward(*saved, scores, packed, output[1] if has_received else None)
+    ctx.facts = h.shape[0], w is not None, k, has_received, where
 
 
 def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None) -> tuple[Tensor | None, ...]:
-    (h, w, scores, packed, received), (capacity, k, has_received, where) = ctx.saved_tensors, ctx.facts
+    (h, w, scores, packed, received), (capacity, has_w, k, has_received, where) = ctx.saved_tensors, ctx.facts
     needs_h, needs_w, needs_scores = needs_now(ctx)[:3]
     grad_h = grad_w = grad_scores = None
     if grad_y is not None and needs_scores:
@@ -332,7 +335,7 @@ def _grad_combine(ctx: Any, grad_y: Tensor | None, grad_received: Tensor | None)
         if grad_received is not None and has_received:
             sent = _ops.moe_send(grad_received.flatten(0, 1), None, packed, 1, capacity, *where)
             grad_h = sent if grad_h is None else grad_h + sent
-        if w is not None and grad_h is not None:
+        if has_w and grad_h is not None:
             offsets = ends_of(packed, where[0])
             grad_w = _ops.moe_grouped_outer(h, grad_h, offsets) if needs_w else None
             grad_h = _ops.moe_grouped_matmul(grad_h, w.mT, offsets) if needs_h else None
@@ -345,7 +348,9 @@ def _of_scores(received: Tensor, other: Tensor, scores: Tensor) -> Tensor:
 
 
 def _save_grouped(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    first, second, offsets = inputs
+    needs_first, needs_second, _ = ctx.needs_input_grad[:3]
+    ctx.save_for_backward(first if needs_second else None, second if needs_first else None, offsets)
 
 
 def _grad_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -355,9 +360,16 @@ def _grad_matmul(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_h, _ops.moe_grouped_outer(h, grad, offsets) if needs_w else None, None
 
 
-def _grad_outer(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _grad_outer(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, offsets = ctx.saved_tensors
-    return _ops.moe_grouped_matmul(b, grad.mT, offsets), _ops.moe_grouped_matmul(a, grad, offsets), None
+    needs_a, needs_b, _ = needs_now(ctx)
+    grad_a = _ops.moe_grouped_matmul(b, grad.mT, offsets) if needs_a else None
+    return grad_a, _ops.moe_grouped_matmul(a, grad, offsets) if needs_b else None, None
+
+
+def _without_tangents(op: str, autograd: Callable[..., Any], keyset: Any, *args: Any) -> Any:
+    refuse_tangents(op, *args)
+    return autograd(keyset, *args)
 
 
 _ops: Any = torch.ops.fusedcomm
@@ -380,4 +392,5 @@ for _name, (_kernel, _fake, _grad, _save) in _KERNELS.items():
     for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
         lib.impl(_name, partial(refuse_transforms, _name), _key)
     torch.library.register_fake(f"fusedcomm::{_name}", _fake, lib=lib)
-    torch.library.register_autograd(f"fusedcomm::{_name}", _grad, setup_context=_save, lib=lib)
+    _autograd = make_autograd_impl(getattr(_ops, _name).default, Info(_grad, _save))
+    lib.impl(_name, partial(_without_tangents, _name, _autograd), "Autograd", with_keyset=True)

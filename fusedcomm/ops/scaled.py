@@ -83,18 +83,13 @@ def scaled_matmul_all_to_all(
             [..., ceil(K / 128), ceil(N / 128)], where K and N are cut at multiples of 128 alone. Each rank's x has its
             own. See `quantize`.
         scale_w: float32, likewise.
-        gather_dim: as in `matmul_all_to_all`.
-        scatter_dim: likewise.
+        gather_dim, scatter_dim: as in `matmul_all_to_all`.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
         use_fast_accum: as in ``torch._scaled_mm``: GPUs may add products in fewer bits than float32 has, which is much
             faster on sm_90, where scales do not change along K.
-        out_shape: as in `matmul_all_to_all`.
-        gather_splits: likewise.
-        gather_size: likewise.
-        scatter_splits: likewise.
-        scatter_ranges: likewise.
+        out_shape, gather_splits, gather_size, scatter_splits, scatter_ranges: as in `matmul_all_to_all`.
 
     Result and errors are those of `matmul_all_to_all`. Without ``use_fast_accum`` products are added in float32.
     There are no gradients: a tensor that requires grad is a RuntimeError.
@@ -106,25 +101,17 @@ def scaled_matmul_all_to_all(
         y = fusedcomm.scaled_matmul_all_to_all(x, w.mT, scale_x, scale_w.mT, gather_dim=1, scatter_dim=-1)
         assert y.shape == (2, 8, 3) and (y == 8).all()
     """
+    scales = (scale_x, scale_w, out_dtype, use_fast_accum)
+    given = (gather_splits, gather_size, scatter_splits, scatter_ranges)
     check_types(
-        x,
-        w,
-        bias,
-        op="scaled_matmul_all_to_all",
-        group=group,
-        gather_dim=gather_dim,
-        scatter_dim=scatter_dim,
-        out_shape=out_shape,
-        splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
-        scaled=(scale_x, scale_w, out_dtype),
+        x, w, bias, "scaled_matmul_all_to_all", group, gather_dim, scatter_dim, given, scales, out_shape=out_shape
     )
     group_size, group_name = resolve(group)
     shape = None if out_shape is None else list(out_shape)
     divisible = splits.divides_product(group_size, x, w, scatter_dim, shape)
-    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
-    scales, dims = (scale_x, scale_w, out_dtype, use_fast_accum), (gather_dim, scatter_dim)
+    parts = splits.splits_of(*given, divisible, group_name)
     op = torch.ops.fusedcomm.scaled_matmul_all_to_all
-    return op(x, w, bias, *scales, shape, *dims, *parts, group_size, group_name)  # type: ignore[no-any-return]
+    return op(x, w, bias, *scales, shape, gather_dim, scatter_dim, *parts, group_size, group_name)  # type: ignore[no-any-return]
 
 
 def scaled_all_to_all_matmul(
@@ -154,16 +141,12 @@ def scaled_all_to_all_matmul(
         w: as in `scaled_matmul_all_to_all`.
         scale_x: likewise: the dims of x that are not K, and [1], or [ceil(K / 128)] of this rank's K.
         scale_w: likewise.
-        gather_dim: as in `all_to_all_matmul`.
-        scatter_dim: likewise.
+        gather_dim, scatter_dim: as in `all_to_all_matmul`.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         bias: [N], of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result.
         use_fast_accum: as in `scaled_matmul_all_to_all`.
-        gather_splits: as in `all_to_all_matmul`.
-        gather_size: likewise.
-        scatter_splits: likewise.
-        scatter_ranges: likewise.
+        gather_splits, gather_size, scatter_splits, scatter_ranges: as in `all_to_all_matmul`.
 
     Example, on each of 2 ranks::
 
@@ -172,23 +155,14 @@ def scaled_all_to_all_matmul(
         y = fusedcomm.scaled_all_to_all_matmul(x, w.mT, scale_x, scale_w.mT, gather_dim=1, scatter_dim=0)
         assert y.shape == (4, 6) and (y == 8).all()  # [tokens / R, N]
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="scaled_all_to_all_matmul",
-        group=group,
-        gather_dim=gather_dim,
-        scatter_dim=scatter_dim,
-        splits=(gather_splits, gather_size, scatter_splits, scatter_ranges),
-        scaled=(scale_x, scale_w, out_dtype),
-    )
+    scales = (scale_x, scale_w, out_dtype, use_fast_accum)
+    given = (gather_splits, gather_size, scatter_splits, scatter_ranges)
+    check_types(x, w, bias, "scaled_all_to_all_matmul", group, gather_dim, scatter_dim, given, scales)
     group_size, group_name = resolve(group)
     divisible = splits.divides(group_size, x.shape, scatter_dim)
-    parts = splits.splits_of(gather_splits, gather_size, scatter_splits, scatter_ranges, divisible, group_name)
-    scales, dims = (scale_x, scale_w, out_dtype, use_fast_accum), (gather_dim, scatter_dim)
+    parts = splits.splits_of(*given, divisible, group_name)
     op = torch.ops.fusedcomm.scaled_all_to_all_matmul
-    return op(x, w, bias, *scales, True, *dims, False, *parts, group_size, group_name)[0]  # type: ignore[no-any-return]
+    return op(x, w, bias, *scales, True, gather_dim, scatter_dim, False, *parts, group_size, group_name)[0]  # type: ignore[no-any-return]
 
 
 def scaled_all_gather_matmul(
@@ -219,8 +193,7 @@ def scaled_all_gather_matmul(
         bias: [N], of out_dtype; for a list of w None or a list.
         out_dtype: bfloat16, float16 or float32, of the results.
         use_fast_accum: as in `scaled_matmul_all_to_all`.
-        gather_splits: as in `all_gather_matmul`.
-        gather_size: likewise.
+        gather_splits, gather_size: as in `all_gather_matmul`.
 
     Example, on each of 2 ranks::
 
@@ -229,21 +202,13 @@ def scaled_all_gather_matmul(
         y = fusedcomm.scaled_all_gather_matmul(x, w.mT, scale_x, scale_w, gather_dim=0)
         assert y.shape == (8, 6) and (y == 8).all()  # [tokens, N]
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="scaled_all_gather_matmul",
-        group=group,
-        lists=True,
-        gather_dim=gather_dim,
-        splits=(gather_splits, gather_size),
-        scaled=(scale_x, scale_w, out_dtype),
-    )
+    scales = (scale_x, scale_w, out_dtype, use_fast_accum)
+    given = (gather_splits, gather_size)
+    check_types(x, w, bias, "scaled_all_gather_matmul", group, gather_dim, 0, given, scales, lists=True)
     group_size, group_name = resolve(group)
     ws, biases = lists_of(w, bias)
     scale_ws = [scale_w] if isinstance(scale_w, Tensor) else list(scale_w)
-    parts = splits.splits_of(gather_splits, gather_size, None, None, True, group_name).to_gather
+    parts = splits.splits_of(*given, None, None, True, group_name).to_gather
     where = (gather_dim, False, *parts, group_size, group_name)
     op = torch.ops.fusedcomm.scaled_all_gather_matmul
     outs = op(x, ws, biases, scale_x, scale_ws, out_dtype, use_fast_accum, True, *where)[0]
@@ -270,19 +235,14 @@ def scaled_matmul_reduce_scatter(
     rank order, and rounded once more.
 
     Args:
-        x: [..., K], as in `scaled_matmul_all_to_all`.
-        w: likewise.
-        scale_x: likewise.
-        scale_w: likewise.
+        x, w, scale_x, scale_w: as in `scaled_matmul_all_to_all`.
         scatter_dim: as in `matmul_reduce_scatter`.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: as in `matmul_reduce_scatter`.
-        bias: as there, of out_dtype.
-        partial_bias: as there, of out_dtype.
+        bias, partial_bias: as there, of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
         use_fast_accum: as in `scaled_matmul_all_to_all`.
-        scatter_splits: as in `matmul_reduce_scatter`.
-        scatter_ranges: likewise.
+        scatter_splits, scatter_ranges: as in `matmul_reduce_scatter`.
 
     Example, on each of 2 ranks::
 
@@ -291,24 +251,16 @@ def scaled_matmul_reduce_scatter(
         y = fusedcomm.scaled_matmul_reduce_scatter(x, w.mT, scale_x, scale_w, scatter_dim=0)
         assert y.shape == (4, 6) and (y == 8).all()  # [tokens / R, N], summed over K
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="scaled_matmul_reduce_scatter",
-        group=group,
-        scatter_dim=scatter_dim,
-        partial_bias=partial_bias,
-        reduce_op=reduce_op,
-        splits=(None, None, scatter_splits, scatter_ranges),
-        scaled=(scale_x, scale_w, out_dtype),
-    )
+    scales = (scale_x, scale_w, out_dtype, use_fast_accum)
+    given = (None, None, scatter_splits, scatter_ranges)
+    name = "scaled_matmul_reduce_scatter"
+    check_types(x, w, bias, name, group, 0, scatter_dim, given, scales, partial_bias=partial_bias, reduce_op=reduce_op)
     group_size, group_name = resolve(group)
     divisible = splits.divides_product(group_size, x, w, scatter_dim)
-    parts = splits.splits_of(None, None, scatter_splits, scatter_ranges, divisible, group_name).to_scatter
+    parts = splits.splits_of(*given, divisible, group_name).to_scatter
     where = (reduce_op_name(reduce_op), scatter_dim, *parts, group_size, group_name, CALL, partial_bias)
     op = torch.ops.fusedcomm.scaled_matmul_reduce_scatter
-    return op(x, w, bias, scale_x, scale_w, out_dtype, use_fast_accum, *where)  # type: ignore[no-any-return]
+    return op(x, w, bias, *scales, *where)  # type: ignore[no-any-return]
 
 
 def scaled_matmul_all_reduce(
@@ -328,14 +280,10 @@ def scaled_matmul_all_reduce(
     rank order, and rounded once more.
 
     Args:
-        x: [..., K], as in `scaled_matmul_all_to_all`.
-        w: likewise.
-        scale_x: likewise.
-        scale_w: likewise.
+        x, w, scale_x, scale_w: as in `scaled_matmul_all_to_all`.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         reduce_op: as in `matmul_all_reduce`.
-        bias: as there, of out_dtype.
-        partial_bias: as there, of out_dtype.
+        bias, partial_bias: as there, of out_dtype.
         out_dtype: bfloat16, float16 or float32, of the result and of what is sent.
         use_fast_accum: as in `scaled_matmul_all_to_all`.
 
@@ -346,16 +294,9 @@ def scaled_matmul_all_reduce(
         y = fusedcomm.scaled_matmul_all_reduce(x, w.mT, scale_x, scale_w)
         assert y.shape == (8, 6) and (y == 8).all()  # [tokens, N], summed over K
     """
-    check_types(
-        x,
-        w,
-        bias,
-        op="scaled_matmul_all_reduce",
-        group=group,
-        partial_bias=partial_bias,
-        reduce_op=reduce_op,
-        scaled=(scale_x, scale_w, out_dtype),
-    )
+    scales = (scale_x, scale_w, out_dtype, use_fast_accum)
+    name = "scaled_matmul_all_reduce"
+    check_types(x, w, bias, name, group, scaled=scales, partial_bias=partial_bias, reduce_op=reduce_op)
     where = (reduce_op_name(reduce_op), *resolve(group), CALL, partial_bias)
     op = torch.ops.fusedcomm.scaled_matmul_all_reduce
-    return op(x, w, bias, scale_x, scale_w, out_dtype, use_fast_accum, *where)  # type: ignore[no-any-return]
+    return op(x, w, bias, *scales, *where)  # type: ignore[no-any-return]

@@ -119,8 +119,10 @@ def adds_back(splits: Splits, scattered: int) -> bool:
 def add_back(joined: Tensor, dim: int, splits: Splits, scattered: int) -> Tensor:
     """The gradient of the scattered tensor along ``dim``, from the gradients of all parts one after the other.
 
-    Where parts overlap they are added in rank order, in float32, and rounded once.
+    Where parts overlap they are added in rank order, in float32, and rounded once. Else it is ``joined`` itself.
     """
+    if not adds_back(splits, scattered):
+        return joined
     assert splits.scatter_starts is not None and splits.scatter_lengths is not None
     shape = list(joined.shape)
     shape[dim] = scattered

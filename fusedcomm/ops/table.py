@@ -221,109 +221,44 @@ GATHER = "SymInt[]? gather_splits, SymInt? gather_size"
 SCATTER = "SymInt[]? scatter_starts, SymInt[]? scatter_lengths"
 GROUP = 'int group_size, str group_name, str wire="call"'
 
-MATMUL_ALL_TO_ALL = OpSpec(
-    name="matmul_all_to_all",
-    schema="(Tensor x, Tensor w, Tensor? bias, SymInt[]? out_shape, int gather_dim, int scatter_dim, "
-    f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> Tensor",
-    geometry=exchanges.matmul_all_to_all,
-    program="push_matmul",
-    operands=_pushed,
-    function=matmul_all_to_all.matmul_all_to_all,
-    save=matmul_all_to_all.save,
-    backward=matmul_all_to_all.backward,
-)
-ALL_TO_ALL_MATMUL = OpSpec(
-    name="all_to_all_matmul",
-    schema="(Tensor x, Tensor w, Tensor? bias, int gather_dim, int scatter_dim, bool return_exchanged, "
-    f"{GATHER}, {SCATTER}, int? rank, {GROUP}) -> (Tensor, Tensor)",
-    geometry=exchanges.all_to_all_matmul,
-    program="gather_matmul",
-    operands=_gathered,
-    function=all_to_all_matmul.all_to_all_matmul,
-    save=all_to_all_matmul.save,
-    backward=all_to_all_matmul.backward,
-    gathers=True,
-)
-ALL_GATHER_MATMUL = OpSpec(
-    name="all_gather_matmul",
-    schema="(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, "
+BOTH, AT = f"{GATHER}, {SCATTER}, int? rank, {GROUP}", f"{SCATTER}, int? rank, {GROUP}"
+_MATMUL, _DIMS = "Tensor x, Tensor w, Tensor? bias", "int gather_dim, int scatter_dim"
+SCHEMAS = {
+    "matmul_all_to_all": f"({_MATMUL}, SymInt[]? out_shape, {_DIMS}, {BOTH}) -> Tensor",
+    "all_to_all_matmul": f"({_MATMUL}, {_DIMS}, bool return_exchanged, {BOTH}) -> (Tensor, Tensor)",
+    "all_gather_matmul": "(Tensor x, Tensor[] ws, Tensor?[] biases, int gather_dim, bool return_gathered, "
     f"{GATHER}, int? rank, {GROUP}) -> (Tensor[], Tensor)",
-    geometry=exchanges.all_gather_matmul,
-    program="gather_matmul",
-    operands=_gathered,
-    function=all_gather_matmul.all_gather_matmul,
-    save=all_gather_matmul.save,
-    backward=all_gather_matmul.backward,
-    gathers=True,
+    "matmul_reduce_scatter": f"({_MATMUL}, str reduce_op, int scatter_dim, {AT}, Tensor? partial_bias=None) -> Tensor",
+    "matmul_all_reduce": f"({_MATMUL}, str reduce_op, {GROUP}, Tensor? partial_bias=None) -> Tensor",
+    "all_to_all": f"(Tensor x, {_DIMS}, {BOTH}) -> Tensor",
+    "all_gather": f"(Tensor x, int gather_dim, {GATHER}, int? rank, {GROUP}) -> Tensor",
+    "reduce_scatter": f"(Tensor x, str reduce_op, int scatter_dim, {AT}) -> Tensor",
+    "all_reduce": f"(Tensor x, str reduce_op, {GROUP}) -> Tensor",
+}
+
+
+def _spec(module: Any, name: str, program: str, operands: Callable[[Arguments], Operands], **more: Any) -> OpSpec:
+    backward = f"{name}_backward" if module is plain else "backward"
+    own = getattr(module, name), module.save, getattr(module, backward)
+    return OpSpec(name, SCHEMAS[name], getattr(exchanges, name), program, operands, *own, **more)
+
+
+MATMUL_ALL_TO_ALL = _spec(matmul_all_to_all, "matmul_all_to_all", "push_matmul", _pushed)
+ALL_TO_ALL_MATMUL = _spec(all_to_all_matmul, "all_to_all_matmul", "gather_matmul", _gathered, gathers=True)
+ALL_GATHER_MATMUL = _spec(all_gather_matmul, "all_gather_matmul", "gather_matmul", _gathered, gathers=True)
+MATMUL_REDUCE_SCATTER = _spec(
+    matmul_reduce_scatter, "matmul_reduce_scatter", "push_reduce", _reduced, bias_is_scattered=True
 )
-MATMUL_REDUCE_SCATTER = OpSpec(
-    name="matmul_reduce_scatter",
-    schema=f"(Tensor x, Tensor w, Tensor? bias, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}, "
-    "Tensor? partial_bias=None) -> Tensor",
-    geometry=exchanges.matmul_reduce_scatter,
-    program="push_reduce",
-    operands=_reduced,
-    function=matmul_reduce_scatter.matmul_reduce_scatter,
-    save=matmul_reduce_scatter.save,
-    backward=matmul_reduce_scatter.backward,
-    bias_is_scattered=True,
+MATMUL_ALL_REDUCE = _spec(
+    matmul_all_reduce, "matmul_all_reduce", "push_reduce_gather", _reduced, result_shape=exchanges.all_reduced
 )
-MATMUL_ALL_REDUCE = OpSpec(
-    name="matmul_all_reduce",
-    schema=f"(Tensor x, Tensor w, Tensor? bias, str reduce_op, {GROUP}, Tensor? partial_bias=None) -> Tensor",
-    geometry=exchanges.matmul_all_reduce,
-    result_shape=exchanges.all_reduced,
-    program="push_reduce_gather",
-    operands=_reduced,
-    function=matmul_all_reduce.matmul_all_reduce,
-    save=matmul_all_reduce.save,
-    backward=matmul_all_reduce.backward,
-)
-ALL_TO_ALL = OpSpec(
-    name="all_to_all",
-    schema=f"(Tensor x, int gather_dim, int scatter_dim, {GATHER}, {SCATTER}, int? rank, {GROUP}) -> Tensor",
-    geometry=exchanges.all_to_all,
-    program="gather_matmul",
-    operands=_sent,
-    function=plain.all_to_all,
-    save=plain.save,
-    backward=plain.all_to_all_backward,
-)
-ALL_GATHER = OpSpec(
-    name="all_gather",
-    schema=f"(Tensor x, int gather_dim, {GATHER}, int? rank, {GROUP}) -> Tensor",
-    geometry=exchanges.all_gather,
-    program="gather_matmul",
-    operands=_sent,
-    function=plain.all_gather,
-    save=plain.save,
-    backward=plain.all_gather_backward,
-)
-REDUCE_SCATTER = OpSpec(
-    name="reduce_scatter",
-    schema=f"(Tensor x, str reduce_op, int scatter_dim, {SCATTER}, int? rank, {GROUP}) -> Tensor",
-    geometry=exchanges.reduce_scatter,
-    program="push_reduce",
-    operands=_reduced,
-    function=plain.reduce_scatter,
-    save=plain.save,
-    backward=plain.reduce_scatter_backward,
-)
-ALL_REDUCE = OpSpec(
-    name="all_reduce",
-    schema=f"(Tensor x, str reduce_op, {GROUP}) -> Tensor",
-    geometry=exchanges.all_reduce,
-    result_shape=exchanges.plainly_all_reduced,
-    program="push_reduce_gather",
-    operands=_reduced,
-    function=plain.all_reduce,
-    save=plain.save,
-    backward=plain.all_reduce_backward,
-)
+ALL_TO_ALL = _spec(plain, "all_to_all", "gather_matmul", _sent)
+ALL_GATHER = _spec(plain, "all_gather", "gather_matmul", _sent)
+REDUCE_SCATTER = _spec(plain, "reduce_scatter", "push_reduce", _reduced)
+ALL_REDUCE = _spec(plain, "all_reduce", "push_reduce_gather", _reduced, result_shape=exchanges.plainly_all_reduced)
 MATMUL_ALL_REDUCE_NORM = OpSpec(
     name="matmul_all_reduce_norm",
-    schema=f"(Tensor x, Tensor w, Tensor? bias, Tensor residual, Tensor? norm_weight, float eps, {GROUP}) "
-    "-> (Tensor, Tensor)",
+    schema=f"({_MATMUL}, Tensor residual, Tensor? norm_weight, float eps, {GROUP}) -> (Tensor, Tensor)",
     geometry=exchanges.all_reduce_norm,
     result_shape=exchanges.normed,
     program="push_reduce_norm",
@@ -342,8 +277,7 @@ ALL_REDUCE_NORM = replace(
 MATMUL_REDUCE_SCATTER_NORM = replace(
     MATMUL_ALL_REDUCE_NORM,
     name="matmul_reduce_scatter_norm",
-    schema="(Tensor x, Tensor w, Tensor? bias, Tensor residual, Tensor? norm_weight, float eps, int scatter_dim, "
-    f"{SCATTER}, int? rank, {GROUP}) -> (Tensor, Tensor)",
+    schema=f"({_MATMUL}, Tensor residual, Tensor? norm_weight, float eps, int scatter_dim, {AT}) -> (Tensor, Tensor)",
     geometry=exchanges.matmul_reduce_scatter_norm,
     result_shape=None,
     program="push_reduce_scatter_norm",

@@ -23,8 +23,8 @@ import fusedcomm
 from fusedcomm import Plan, env
 from fusedcomm.memory import flight_recorder, members
 from fusedcomm.ops import call_check
+from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.call_check import compare, facts_of
-from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.redistribution import mesh_groups
 from tests.helpers.groups import call, check, fresh_group, member_of
@@ -142,12 +142,16 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
     record = flight_recorder.Record(op, "g", torch.device("cpu"), shapes.of(getattr(shapes, op), *given), torch.float32)
     record.number = 7
     plan = Plan(op, "chunked", "why", slot_bytes=4096, num_rounds=2)
-    facts = facts_of(record, plan, CALL, torch.ones(9), by_product=False)
+    scales, weight = [torch.ones(()), torch.ones(1, 9)], torch.ones(9)
+    args = Arguments(torch.ones(()), [], [weight], 3, "g", norm_weight=weight, scale_x=scales[0], scale_w=scales[1])
+    facts = facts_of(record, plan, args)
     assert facts == {
         "op": op,
         **arguments,
         "dtype": "float32",
         "bias shape": [9],
+        "norm_weight": True,
+        "dims of scales": [1, 2],
         "by-product": False,
         "algorithm": "chunked",
         "rounds": 2,
@@ -338,3 +342,29 @@ def test_what_one_rank_finds_wrong_all_raise(rank: int, algorithm: str) -> None:
             with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
                 call(torch.ones(4, 8), w, group=group, **(options if rank else {}))
             assert (call(torch.ones(4, 8), w, group=group) > 0).all()
+
+
+@on_ranks(2)
+def test_peers_hear_of_errors_above_the_kernels(rank: int) -> None:
+    """Of public functions and of autograd's kernels."""
+    x, w, ids = torch.ones(4, 16, requires_grad=True), torch.ones(16, 16), torch.tensor([[0], [1], [1], [0]])
+    x8, w8, one = torch.ones(4, 16).to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).mT, torch.ones(())
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, Any], dict[str, Any]]] = [
+        (fusedcomm.all_gather_matmul, (x, [w], 0), (1, [w.double()]), {}),
+        (fusedcomm.all_gather_matmul, (x, [w], 0), (1, [w]), {"bias": [None, None]}),
+        (fusedcomm.all_gather_matmul, (x, [w], 0), (1, [w]), {"bias": torch.ones(16)}),
+        (fusedcomm.all_gather_matmul, (x, w, 0), (1, w), {"bias": [torch.ones(16)]}),
+        (fusedcomm.scaled_matmul_all_reduce, (x8, w8, one, one), (2, one.clone().requires_grad_()), {}),
+        (fusedcomm.scaled_matmul_all_reduce, (x8, w8, one, one), (2, one), {"use_fast_accum": "no"}),
+        (fusedcomm.moe_dispatch, (x, ids, 2, 8), (0, None), {}),
+        (fusedcomm.matmul_all_reduce, (x, w), (0, None), {}),
+    ]
+    with fresh_group(**CHECKED) as group:
+        fusedcomm.all_reduce(x, group)
+        for call, args, (at, wrong), options in calls:
+            given = [wrong if rank and i == at else arg for i, arg in enumerate(args)]
+            with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+                call(*given, group=group, **(options if rank else {}))
+            about = "rank 1 found its input wrong|\\(rank 1\\)"
+            assert not isinstance(caught.value, fusedcomm.PeerTimeoutError)
+            assert rank or re.search(about, str(caught.value)), caught.value

@@ -4,6 +4,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from fusedcomm.run import routed_rows
 from fusedcomm.run.routed_rows import ByKernels, BySlots
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.spies import saved_for_backward
 from tests.helpers.tiers import nightly_but
 
 H, N = 6, 5
@@ -228,6 +230,40 @@ def test_second_derivatives_and_recomputation(rank: int) -> None:
     assert received.numel() == 0
     (grad,) = torch.autograd.grad(y.sum(), scores)
     assert grad.equal(x.sum(1, keepdim=True) * (ids >= 0))
+
+
+@on_ranks(2)
+def test_only_tensors_that_the_backward_reads_are_saved(rank: int) -> None:
+    problem = Problem(Case(), 2, 9)
+    x, scores = problem.xs[rank].flatten(0, 1), problem.scores[rank].flatten(0, 1)
+    (num_tokens, k), where = scores.shape, fusedcomm.memory.group.resolve(None)
+    h, offsets, routing = fusedcomm.moe_dispatch(x, problem.ids[rank].flatten(0, 1), 4, problem.capacity)
+    w, ops = problem.w[2 * rank :][:2], torch.ops.fusedcomm
+
+    def combine(h: Tensor, w: Tensor, scores: Tensor, has_received: bool = False) -> Tensor:
+        return ops.moe_combine(h, w, scores, routing, num_tokens, k, has_received, *where)[0]
+
+    calls: list[tuple[Callable[..., Tensor], list[Tensor], list[set[int]]]] = [  # the inputs that each gradient reads
+        (combine, [h, w, scores], [{1}, {0}, {0, 1}]),
+        (partial(combine, has_received=True), [h, w, scores], [{1}, {0}, set()]),
+        (lambda *t: ops.moe_send(*t, routing, k, problem.capacity, *where), [x, scores], [set(), {0}]),
+        (lambda *t: ops.moe_grouped_matmul(*t, offsets), [h, w], [{1}, {0}]),
+        (lambda *t: ops.moe_grouped_outer(*t, offsets), [h, h[:, :N].clone()], [{1}, {0}]),
+    ]
+    for call, inputs, reads in calls:
+        wants = None
+        for needs in sorted(product((True, False), repeat=len(inputs)), reverse=True)[:-1]:  # all need theirs first
+            leaves = [t.clone().requires_grad_(need) for t, need in zip(inputs, needs, strict=True)]
+            with saved_for_backward() as saved:
+                out = call(*leaves)
+            asked = [t for t in leaves if t.requires_grad]
+            got = iter(torch.autograd.grad(out, asked, torch.ones_like(out)))
+            grads = [next(got) if need else None for need in needs]
+            wants = wants or grads
+            assert all(a is None or torch.equal(a, b) for a, b in zip(grads, wants, strict=True))
+            read = set().union(*(each for each, need in zip(reads, needs, strict=True) if need))
+            kept = {i for i, t in enumerate(leaves) if any(t is each for each in saved)}
+            assert kept - {i for i, t in enumerate(inputs) if t is scores} == read, (call, needs)
 
 
 @on_ranks(2)

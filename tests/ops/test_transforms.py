@@ -116,6 +116,23 @@ def test_forward_mode_is_refused(rank: int, name: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("op", ["moe_dispatch", "moe_send", "moe_combine", "moe_grouped_matmul", "moe_grouped_outer"])
+def test_routed_ops_refuse_forward_mode(rank: int, op: str) -> None:
+    routing, where = torch.zeros(21, 2, dtype=torch.int64), (2, dist.group.WORLD.group_name)
+    offsets, t = torch.zeros(1, dtype=torch.int32), torch.ones(6, 8)
+    rest: dict[str, tuple[Any, ...]] = {
+        "moe_dispatch": (torch.zeros(6, 1, dtype=torch.int64), 2, 6, 1, *where),
+        "moe_send": (None, routing, 1, 6, *where),
+        "moe_combine": (None, None, routing, 6, 1, False, *where),
+        "moe_grouped_matmul": (torch.ones(1, 8, 4), offsets),
+        "moe_grouped_outer": (t, offsets),
+    }
+    for requires_grad in (False, True):
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=rf"\.{op} has no forward-mode derivatives"):
+            getattr(torch.ops.fusedcomm, op)(forward_ad.make_dual(t.requires_grad_(requires_grad), t), *rest[op])
+
+
+@on_ranks(2)
 def test_the_out_overloads_refuse_forward_mode(rank: int) -> None:
     x, w = torch.ones(4, 6), torch.ones(6, 8)
     group = (2, dist.group.WORLD.group_name)
@@ -208,6 +225,15 @@ def test_autocast(rank: int, name: str, algorithm: str) -> None:
             given = [t for t in tensors[1:] if t is not None]
             grads = torch.autograd.grad(torch.stack([each.sum() for each in as_list(out)]).sum(), given)
             assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+@on_ranks(2)
+def test_explain_casts_as_autocast_does(rank: int) -> None:
+    x, w = torch.ones(4, 6), torch.ones(6, 8)
+    want = fusedcomm.explain("matmul_all_reduce", x.bfloat16(), w.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (w, w.bfloat16()):
+            assert fusedcomm.explain("matmul_all_reduce", x, each) == want
 
 
 def eager_and_compiled(rank: int, op: str, backend: str, dynamic: bool) -> None:

@@ -96,17 +96,34 @@ def test_what_one_rank_has_set_decides_for_all(rank: int) -> None:
 
 @on_ranks(2)
 def test_ranks_that_differ_are_told(rank: int) -> None:
+    differ: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [  # what rank 1 does in place of rank 0's
+        (("matmul_all_reduce", WS[0], 8), {}, "max_rows 4 on rank 0 and 8 on rank 1"),
+        (("matmul_reduce_scatter", WS[0], 4), {}, "op matmul_all_reduce on rank 0"),
+        (("matmul_all_reduce", WS[0].bfloat16(), 4), {}, "dtype float32 on rank 0"),
+        (("matmul_all_reduce", WS[0], 4), {"bias": BIAS}, r"bias shape None on rank 0 and \[8\] on rank 1"),
+        (("matmul_all_reduce", WS[0], 4), {"reduce_op": "avg"}, "reduce_op sum on rank 0"),
+    ]
     with fresh_group() as group:
-        for rows, what in ((4 + rank, TAIL), (4, OPS[rank])):
-            with pytest.raises(fusedcomm.PeerMismatchError):
-                made(what, rank, group, rows)
+        for (what, w, rows), options, text in differ:
+            args = (what, w, group, rows) if rank else ("matmul_all_reduce", WS[0], group, 4)
+            with pytest.raises(fusedcomm.PeerMismatchError, match=text):
+                Linear(*args, **(options if rank else {}))
+        with pytest.raises(fusedcomm.PeerMismatchError, match="norm_weight False on rank 0 and True on rank 1"):
+            RowParallelTail(WS[0], WEIGHT if rank else None, group, 4)
+        for rows, w, more, text in BAD:
+            with pytest.raises(ValueError, match=rf"{text}.* \(rank 1\)"):
+                Linear(*(("matmul_all_reduce", w, group, rows) if rank else args), **(more if rank else {}))
+        check(made(TAIL, rank, group), TAIL, rank, 4)
 
 
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     (0, WS[0], {}, "max_rows must be an int, at least 1, got 0"),
     (4.0, WS[0], {}, "max_rows must be an int, at least 1, got 4.0"),
-    (2, WS[0], {"out": BIAS}, "results have memory of their own, got out"),
+    (True, WS[0], {}, "max_rows must be an int, at least 1, got True"),
+    (2, WS[0], {"out": BIAS}, "inputs and results are those of each call, got out"),
+    (2, WS[0], {"x": BIAS}, "inputs and results are those of each call, got x"),
     (2, BIAS, {}, r"w must be \[K, N\], got torch.Size\(\[8\]\)"),
+    (2, [], {}, r"w must be \[K, N\], got \[\]"),
 ]
 
 
@@ -119,5 +136,7 @@ def test_lists_and_bad_input(rank: int) -> None:
     for rows, w, more, text in BAD:
         with pytest.raises(ValueError, match=text):
             Linear("matmul_all_reduce", w, None, rows, **more)
+    with pytest.raises(TypeError, match="a call takes x and residual, got 1 arguments"):
+        made(TAIL, rank)(torch.ones(2, K))
     with pytest.raises(ValueError, match="eps must be at least 0"):
         RowParallelTail(WS[0], None, None, 2, -1.0)

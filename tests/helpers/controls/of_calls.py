@@ -361,8 +361,8 @@ CONTROLS: dict[str, Control] = {
     ),
     "peers hear of a type that one rank alone finds wrong": Control(
         "fusedcomm/ops/arguments.py",
-        "if op and isinstance(x, Tensor):",
-        "if False:",
+        "tell_peers(op, resolve(group)[1], x, error)",
+        "pass",
         "tests/ops/test_call_check.py::test_what_one_rank_finds_wrong_all_raise[unfused]",
     ),
     "peers hear of parameters that one rank alone finds wrong": Control(
