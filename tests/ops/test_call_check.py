@@ -358,6 +358,7 @@ def test_peers_hear_of_errors_above_the_kernels(rank: int) -> None:
         (fusedcomm.scaled_matmul_all_reduce, (x8, w8, one, one), (2, one), {"use_fast_accum": "no"}),
         (fusedcomm.moe_dispatch, (x, ids, 2, 8), (0, None), {}),
         (fusedcomm.matmul_all_reduce, (x, w), (0, None), {}),
+        (fusedcomm.all_reduce_norm, (w, w, None), (0, w.clone().requires_grad_()), {"out": torch.empty(16, 16)}),
     ]
     with fresh_group(**CHECKED) as group:
         fusedcomm.all_reduce(x, group)
