@@ -4,7 +4,8 @@ in its loop, and one adds the arrived chunks.
 A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and copies to the peers: by
 copy engines beside it, or by a kernel on all SMs in front of it. An eighth of the SMs would take longer to store to the
 peers than the matmul, and cost it a wave of tiles. If this rank's rows are complete without the others, cuBLAS
-multiplies its own chunk where it lies in x, before the chunks of peers are needed.
+multiplies its own chunk where it lies in x, before the chunks of peers are needed; few rows it multiplies all at once,
+before the sends of a push or behind the arrivals of a gather.
 """
 
 from collections.abc import Sequence
@@ -29,11 +30,10 @@ MAIN, SENDS = Stream.MAIN, Stream.SENDS
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    x, w = launches.contiguous(s, x), launches.loadable(s, w)
+    terms = _terms(s, exchange, x, w, bias)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
-        with s.lane("matmul"):
-            launches.push(s, x, w, bias, spans)
+        _push(s, *terms, bias, spans)
         with s.lane("copy"):
             launches.unpack(s, out, spans)
         s.add(EndRound(by_kernel=True))
@@ -56,11 +56,7 @@ def push_reduce(
     """`chunked.push_reduce`, by kernels."""
     if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
         return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    if w is not None and exchange.multiplies_first:
-        product = PushedMatmul(s, x, w, partial_bias, exchange).y
-        assert product is not None
-        x, w = product, None
-    x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
+    x, w = _terms(s, exchange, x, w, partial_bias)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
         _push_sum(s, x, w, partial_bias, spans, out, bias, scale, residual, norm)
@@ -83,7 +79,7 @@ def push_reduce_gather(
     """`chunked.push_reduce_gather`, by kernels."""
     if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(s, exchange, w):
         return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
+    x, w = _terms(s, exchange, x, w, partial_bias)
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     reduced = s.temporary(exchange.block, x.dtype)
     own_residual = None if residual is None else chunked.own_part(s, exchange, residual)
@@ -95,6 +91,27 @@ def push_reduce_gather(
             launches.unpack(s, out, spans, norm=norm)
         s.add(EndRound(by_kernel=True))
     return out
+
+
+def _terms(
+    s: Builder, exchange: Exchange, x: Operand, w: Operand | None, bias: Given
+) -> tuple[Operand, Operand | None]:
+    """x and w as kernels take them, or the product of few rows and no w."""
+    if w is not None and exchange.by_cublas:
+        product = PushedMatmul(s, x, w, bias, exchange).y
+        assert product is not None
+        x, w = product, None
+    return launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
+
+
+def _push(s: Builder, x: Operand, w: Operand | None, bias: Given, spans: RoundSpans) -> None:
+    if w is None:
+        assert isinstance(x, Tensor)
+        with s.lane("push"):
+            launches.pack(s, x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
+    else:
+        with s.lane("matmul"):
+            launches.push(s, x, w, bias, spans)
 
 
 def _push_sum(
@@ -109,13 +126,7 @@ def _push_sum(
     residual: Given = None,
     norm: RmsNorm | None = None,
 ) -> None:
-    if w is None:
-        assert isinstance(x, Tensor)
-        with s.lane("push"):
-            launches.pack(s, x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
-    else:
-        with s.lane("matmul"):
-            launches.push(s, x, w, partial_bias, spans)
+    _push(s, x, w, partial_bias, spans)
     with s.lane("copy"):
         launches.reduce(s, out, spans, bias, scale, residual=residual, norm=norm)
     s.add(EndRound(by_kernel=True))
@@ -133,27 +144,33 @@ def gather_matmul(
         return chunked.gather_matmul(s, exchange, x, ws, biases, return_gathered)
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
     outs = chunked.results(s, exchange, ws)
-    gathered = s.result(exchange.shape, x.dtype) if return_gathered else None
+    at_end = exchange.by_cublas
+    gathered = s.result(exchange.shape, x.dtype) if return_gathered or at_end else None
     by_copy = copy_engines_send(exchange, s.device, x.itemsize)
     own = exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot
     matmuls = [] if own else [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     for spans in _rounds(s, exchange, x):
         begun = _send(s, x, spans, own, by_copy)
         if not own:
-            _multiply_own(s, matmuls, x, spans, gathered)
+            _multiply_own(s, () if at_end else matmuls, x, spans, gathered)
         if begun is not None:
             s.after(MAIN, begun)
-        for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
+        for i, (out, w, bias) in enumerate(() if at_end else zip(outs, ws, biases, strict=True)):
             last = gathered is None and i == len(outs) - 1
             with s.lane("matmul"):
                 launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own, dtype=x.dtype)
         if gathered is not None:
             with s.lane("copy"):
-                launches.unpack(s, gathered, spans, own=own, arrived=any(out.numel() for out in outs))
+                arrived = not at_end and any(out.numel() for out in outs)
+                launches.unpack(s, gathered, spans, own=own, arrived=arrived)
         if by_copy:  # x may be freed
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))
-    return outs if gathered is None else [*outs, gathered]
+    if at_end and gathered is not None:
+        for matmul in matmuls:
+            with s.lane("matmul"):
+                matmul.all(gathered)
+    return [*outs, gathered] if return_gathered and gathered is not None else outs
 
 
 def _cuts_blocks(s: Builder, exchange: Exchange, w: Operand | None) -> bool:
