@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import chunked, launches
-from fusedcomm.plan.builder import Builder, Device, Given, RmsNorm
+from fusedcomm.plan.builder import Builder, Device, Given
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -24,111 +24,77 @@ from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.plan.scaled_programs import OfPayload, gathered_matmul
 from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
+from fusedcomm.plan.terms import Terms
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
 
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    terms = _terms(s, exchange, x, w, bias)
+    terms = _sent(s, exchange, Terms(x, w, None, bias, out, 1.0))
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
-        _push(s, *terms, bias, spans)
+        _push(s, terms, spans)
         with s.lane("copy"):
             launches.unpack(s, out, spans)
         s.add(EndRound(by_kernel=True))
     return out
 
 
-def push_reduce(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    residual: Given = None,
-    norm: RmsNorm | None = None,
-    *,
-    scale: float,
-) -> Tensor:
+def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """`chunked.push_reduce`, by kernels."""
-    if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
-        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    x, w = _terms(s, exchange, x, w, partial_bias)
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out
-    for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, out, bias, scale, residual, norm)
+    if terms.w is None and copy_engines_send(exchange, s.device, terms.x.dtype.itemsize):
+        return chunked.push_reduce(s, exchange, terms)
+    terms = _sent(s, exchange, terms)
+    out = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
+    for spans in _rounds(s, exchange, terms.x):
+        _push_sum(s, terms, spans, out)
     return out
 
 
-def push_reduce_gather(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    residual: Given = None,
-    norm: RmsNorm | None = None,
-    *,
-    scale: float,
-) -> Tensor:
+def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """`chunked.push_reduce_gather`, by kernels."""
-    if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(s, exchange, w):
-        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    x, w = _terms(s, exchange, x, w, partial_bias)
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out
-    reduced = s.temporary(exchange.block, x.dtype)
-    own_residual = None if residual is None else chunked.own_part(s, exchange, residual)
-    for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, reduced, bias, scale, own_residual)
+    by_copy = terms.w is None and copy_engines_send(exchange, s.device, terms.x.dtype.itemsize)
+    if by_copy or _cuts_blocks(s, exchange, terms.w):
+        return chunked.push_reduce_gather(s, exchange, terms)
+    terms = _sent(s, exchange, terms)
+    out = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
+    reduced = s.temporary(exchange.block, terms.x.dtype)
+    residual = None if terms.residual is None else chunked.own_part(s, exchange, terms.residual)
+    for spans in _rounds(s, exchange, terms.x):
+        _push_sum(s, terms._replace(residual=residual, norm=None), spans, reduced)
         with s.lane("push"):
             launches.pack(s, reduced, spans)
         with s.lane("copy"):
-            launches.unpack(s, out, spans, norm=norm)
+            launches.unpack(s, out, spans, norm=terms.norm)
         s.add(EndRound(by_kernel=True))
     return out
 
 
-def _terms(
-    s: Builder, exchange: Exchange, x: Operand, w: Operand | None, bias: Given
-) -> tuple[Operand, Operand | None]:
+def _sent(s: Builder, exchange: Exchange, terms: Terms) -> Terms:
     """x and w as kernels take them, or the product of few rows and no w."""
+    x, w = terms.x, terms.w
     if w is not None and exchange.by_cublas:
-        product = PushedMatmul(s, x, w, bias, exchange).y
+        product = PushedMatmul(s, x, w, terms.partial_bias, exchange).y
         assert product is not None
         x, w = product, None
-    return launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
+    return terms._replace(x=launches.contiguous(s, x), w=None if w is None else launches.loadable(s, w))
 
 
-def _push(s: Builder, x: Operand, w: Operand | None, bias: Given, spans: RoundSpans) -> None:
-    if w is None:
-        assert isinstance(x, Tensor)
+def _push(s: Builder, terms: Terms, spans: RoundSpans) -> None:
+    if terms.w is None:
+        assert isinstance(terms.x, Tensor)
         with s.lane("push"):
-            launches.pack(s, x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
+            launches.pack(s, terms.x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
     else:
         with s.lane("matmul"):
-            launches.push(s, x, w, bias, spans)
+            launches.push(s, terms.x, terms.w, terms.partial_bias, spans)
 
 
-def _push_sum(
-    s: Builder,
-    x: Operand,
-    w: Operand | None,
-    partial_bias: Given,
-    spans: RoundSpans,
-    out: Tensor,
-    bias: Given,
-    scale: float,
-    residual: Given = None,
-    norm: RmsNorm | None = None,
-) -> None:
-    _push(s, x, w, partial_bias, spans)
+def _push_sum(s: Builder, terms: Terms, spans: RoundSpans, out: Tensor) -> None:
+    _push(s, terms, spans)
     with s.lane("copy"):
-        launches.reduce(s, out, spans, bias, scale, residual=residual, norm=norm)
+        launches.reduce(s, out, spans, terms.bias, terms.scale, residual=terms.residual, norm=terms.norm)
     s.add(EndRound(by_kernel=True))
 
 
