@@ -45,7 +45,7 @@ from fusedcomm.plan.planner import kind_of_proof
 from fusedcomm.plan.scaling import BYTES, VALUES
 from fusedcomm.run import calls
 
-# Sizes that no tile divides, loaded by elements, of few rows (`Exchange.multiplies_first`) and of many; and K and N
+# Sizes that no tile divides, loaded by elements, of few rows (`Exchange.by_cublas`) and of many; and K and N
 # that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(101, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again

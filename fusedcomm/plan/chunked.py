@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fusedcomm.plan.builder import Builder, RmsNorm
+from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -20,6 +20,7 @@ from fusedcomm.plan.geometry.rank_order import sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.moves import Moves
 from fusedcomm.plan.scaled_programs import gathered_matmul
+from fusedcomm.plan.terms import Terms
 
 
 def push_matmul(
@@ -37,67 +38,43 @@ def push_matmul(
     return out
 
 
-def push_reduce(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Tensor | None,
-    partial_bias: Tensor | None,
-    out: Tensor | None,
-    residual: Tensor | None = None,
-    norm: RmsNorm | None = None,
-    *,
-    scale: float,
-) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``; the last two are of this rank's block.
-
-    ``norm``: of the result's rows.
-    """
-    matmul = PushedMatmul(s, x, w, partial_bias, exchange)
-    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
-    moves = Moves(s, x.dtype, len(rounds))
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out
+def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``."""
+    matmul, rounds, moves, out = _begin(s, exchange, terms)
     for spans in rounds:
         moves.push(spans, matmul)
-        moves.reduce(spans, out, bias, scale, residual=residual, norm=norm, beside=spans is not rounds[-1])
+        beside = spans is not rounds[-1]
+        moves.reduce(spans, out, terms.bias, terms.scale, residual=terms.residual, norm=terms.norm, beside=beside)
     moves.end()
     return out
 
 
-def push_reduce_gather(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Tensor | None,
-    partial_bias: Tensor | None,
-    out: Tensor | None,
-    residual: Tensor | None = None,
-    norm: RmsNorm | None = None,
-    *,
-    scale: float,
-) -> Tensor:
+def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums.
 
-    The owner of a block adds its part of the residual, which all ranks share. ``norm``: of the result's rows, on a GPU.
+    The owner of a block adds its part of the residual, which all ranks share. The norm is a GPU's.
     """
-    matmul = PushedMatmul(s, x, w, partial_bias, exchange)
-    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
-    moves = Moves(s, x.dtype, len(rounds))
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out
+    matmul, rounds, moves, out = _begin(s, exchange, terms)
     reduced = _own_block(s, exchange, out)
-    own_residual = None if residual is None else own_part(s, exchange, residual)
+    residual = None if terms.residual is None else own_part(s, exchange, terms.residual)
     for spans in rounds:
         beside = spans is not rounds[-1]
         moves.push(spans, matmul)
-        moves.reduce(spans, reduced, bias, scale, residual=own_residual, beside=beside)
+        moves.reduce(spans, reduced, terms.bias, terms.scale, residual=residual, beside=beside)
         moves.begin()
         moves.pack(spans, reduced)
-        beside |= norm is not None  # rows are normed beside the sends of others
-        moves.unpack(spans, out, own=reduced, norm=norm, beside=beside)
+        beside |= terms.norm is not None  # rows are normed beside the sends of others
+        moves.unpack(spans, out, own=reduced, norm=terms.norm, beside=beside)
     moves.end()
     return out
+
+
+def _begin(s: Builder, exchange: Exchange, terms: Terms) -> tuple[PushedMatmul, list[RoundSpans], Moves, Tensor]:
+    dtype, out = terms.x.dtype, terms.out
+    matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
+    rounds = exchange.rounds(s.max_chunk_numel(dtype))
+    moves = Moves(s, dtype, len(rounds))
+    return matmul, rounds, moves, s.result(exchange.out_shape, dtype) if out is None else out
 
 
 def gather_matmul(

@@ -4,7 +4,8 @@ in its loop, and one adds the arrived chunks.
 A kernel that sends never waits, and one that waits never sends. So a gather is a matmul and copies to the peers: by
 copy engines beside it, or by a kernel on all SMs in front of it. An eighth of the SMs would take longer to store to the
 peers than the matmul, and cost it a wave of tiles. If this rank's rows are complete without the others, cuBLAS
-multiplies its own chunk where it lies in x, before the chunks of peers are needed.
+multiplies its own chunk where it lies in x, before the chunks of peers are needed; few rows it multiplies all at once,
+before the sends of a push or behind the arrivals of a gather.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan import chunked, launches
-from fusedcomm.plan.builder import Builder, Device, Given, RmsNorm
+from fusedcomm.plan.builder import Builder, Device, Given
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul
 from fusedcomm.plan.copies import copy_between, copy_runs
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -23,101 +24,77 @@ from fusedcomm.plan.geometry.spans import ChunkSpans, RoundSpans
 from fusedcomm.plan.scaled_programs import OfPayload, gathered_matmul
 from fusedcomm.plan.scaling import BLOCK, Scaled
 from fusedcomm.plan.schedule import EndRound, Signal, Stream
+from fusedcomm.plan.terms import Terms
 
 MAIN, SENDS = Stream.MAIN, Stream.SENDS
 
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
-    x, w = launches.contiguous(s, x), launches.loadable(s, w)
+    terms = _sent(s, exchange, Terms(x, w, None, bias, out, 1.0))
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in _rounds(s, exchange, x):
-        with s.lane("matmul"):
-            launches.push(s, x, w, bias, spans)
+        _push(s, terms, spans)
         with s.lane("copy"):
             launches.unpack(s, out, spans)
         s.add(EndRound(by_kernel=True))
     return out
 
 
-def push_reduce(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    residual: Given = None,
-    norm: RmsNorm | None = None,
-    *,
-    scale: float,
-) -> Tensor:
+def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """`chunked.push_reduce`, by kernels."""
-    if w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize):
-        return chunked.push_reduce(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    if w is not None and exchange.multiplies_first:
-        product = PushedMatmul(s, x, w, partial_bias, exchange).y
-        assert product is not None
-        x, w = product, None
-    x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out
-    for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, out, bias, scale, residual, norm)
+    if terms.w is None and copy_engines_send(exchange, s.device, terms.x.dtype.itemsize):
+        return chunked.push_reduce(s, exchange, terms)
+    terms = _sent(s, exchange, terms)
+    out = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
+    for spans in _rounds(s, exchange, terms.x):
+        _push_sum(s, terms, spans, out)
     return out
 
 
-def push_reduce_gather(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    residual: Given = None,
-    norm: RmsNorm | None = None,
-    *,
-    scale: float,
-) -> Tensor:
+def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """`chunked.push_reduce_gather`, by kernels."""
-    if (w is None and copy_engines_send(exchange, s.device, x.dtype.itemsize)) or _cuts_blocks(s, exchange, w):
-        return chunked.push_reduce_gather(s, exchange, x, w, bias, partial_bias, out, residual, norm, scale=scale)
-    x, w = launches.contiguous(s, x), None if w is None else launches.loadable(s, w)
-    out = s.result(exchange.out_shape, x.dtype) if out is None else out
-    reduced = s.temporary(exchange.block, x.dtype)
-    own_residual = None if residual is None else chunked.own_part(s, exchange, residual)
-    for spans in _rounds(s, exchange, x):
-        _push_sum(s, x, w, partial_bias, spans, reduced, bias, scale, own_residual)
+    by_copy = terms.w is None and copy_engines_send(exchange, s.device, terms.x.dtype.itemsize)
+    if by_copy or _cuts_blocks(s, exchange, terms.w):
+        return chunked.push_reduce_gather(s, exchange, terms)
+    terms = _sent(s, exchange, terms)
+    out = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
+    reduced = s.temporary(exchange.block, terms.x.dtype)
+    residual = None if terms.residual is None else chunked.own_part(s, exchange, terms.residual)
+    for spans in _rounds(s, exchange, terms.x):
+        _push_sum(s, terms._replace(residual=residual, norm=None), spans, reduced)
         with s.lane("push"):
             launches.pack(s, reduced, spans)
         with s.lane("copy"):
-            launches.unpack(s, out, spans, norm=norm)
+            launches.unpack(s, out, spans, norm=terms.norm)
         s.add(EndRound(by_kernel=True))
     return out
 
 
-def _push_sum(
-    s: Builder,
-    x: Operand,
-    w: Operand | None,
-    partial_bias: Given,
-    spans: RoundSpans,
-    out: Tensor,
-    bias: Given,
-    scale: float,
-    residual: Given = None,
-    norm: RmsNorm | None = None,
-) -> None:
-    if w is None:
-        assert isinstance(x, Tensor)
+def _sent(s: Builder, exchange: Exchange, terms: Terms) -> Terms:
+    """x and w as kernels take them, or the product of few rows and no w."""
+    x, w = terms.x, terms.w
+    if w is not None and exchange.by_cublas:
+        product = PushedMatmul(s, x, w, terms.partial_bias, exchange).y
+        assert product is not None
+        x, w = product, None
+    return terms._replace(x=launches.contiguous(s, x), w=None if w is None else launches.loadable(s, w))
+
+
+def _push(s: Builder, terms: Terms, spans: RoundSpans) -> None:
+    if terms.w is None:
+        assert isinstance(terms.x, Tensor)
         with s.lane("push"):
-            launches.pack(s, x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
+            launches.pack(s, terms.x, replace(spans, pack=Span(*(spans.columns.size * each for each in spans.rows))))
     else:
         with s.lane("matmul"):
-            launches.push(s, x, w, partial_bias, spans)
+            launches.push(s, terms.x, terms.w, terms.partial_bias, spans)
+
+
+def _push_sum(s: Builder, terms: Terms, spans: RoundSpans, out: Tensor) -> None:
+    _push(s, terms, spans)
     with s.lane("copy"):
-        launches.reduce(s, out, spans, bias, scale, residual=residual, norm=norm)
+        launches.reduce(s, out, spans, terms.bias, terms.scale, residual=terms.residual, norm=terms.norm)
     s.add(EndRound(by_kernel=True))
 
 
@@ -133,27 +110,33 @@ def gather_matmul(
         return chunked.gather_matmul(s, exchange, x, ws, biases, return_gathered)
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
     outs = chunked.results(s, exchange, ws)
-    gathered = s.result(exchange.shape, x.dtype) if return_gathered else None
+    at_end = exchange.by_cublas
+    gathered = s.result(exchange.shape, x.dtype) if return_gathered or at_end else None
     by_copy = copy_engines_send(exchange, s.device, x.itemsize)
     own = exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot
     matmuls = [] if own else [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     for spans in _rounds(s, exchange, x):
         begun = _send(s, x, spans, own, by_copy)
         if not own:
-            _multiply_own(s, matmuls, x, spans, gathered)
+            _multiply_own(s, () if at_end else matmuls, x, spans, gathered)
         if begun is not None:
             s.after(MAIN, begun)
-        for i, (out, w, bias) in enumerate(zip(outs, ws, biases, strict=True)):
+        for i, (out, w, bias) in enumerate(() if at_end else zip(outs, ws, biases, strict=True)):
             last = gathered is None and i == len(outs) - 1
             with s.lane("matmul"):
                 launches.gather_matmul(s, out, w, bias, spans, end_round=last, own=own, dtype=x.dtype)
         if gathered is not None:
             with s.lane("copy"):
-                launches.unpack(s, gathered, spans, own=own, arrived=any(out.numel() for out in outs))
+                arrived = not at_end and any(out.numel() for out in outs)
+                launches.unpack(s, gathered, spans, own=own, arrived=arrived)
         if by_copy:  # x may be freed
             s.join(MAIN, SENDS)
         s.add(EndRound(by_kernel=True))
-    return outs if gathered is None else [*outs, gathered]
+    if at_end and gathered is not None:
+        for matmul in matmuls:
+            with s.lane("matmul"):
+                matmul.all(gathered)
+    return [*outs, gathered] if return_gathered and gathered is not None else outs
 
 
 def _cuts_blocks(s: Builder, exchange: Exchange, w: Operand | None) -> bool:

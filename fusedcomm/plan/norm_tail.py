@@ -10,21 +10,22 @@ cuBLAS's, one that sends, and one that waits, adds and norms.
 """
 
 import math
-from functools import partial
 
 from torch import Tensor
 
 from fusedcomm.plan import launches
-from fusedcomm.plan.builder import Builder, Given, Program, RmsNorm
+from fusedcomm.plan.builder import Builder, Given, RmsNorm
 from fusedcomm.plan.fused import copy_engines_send
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.moves import Moves
 from fusedcomm.plan.padded_rows import padded
+from fusedcomm.plan.scaling import Scaled
 from fusedcomm.plan.schedule import EndRound
+from fusedcomm.plan.terms import Reduce, Terms
 
 
-def push_reduce_norm(
-    push_reduce_gather: Program,
+def with_norm(
+    program: Reduce,
     s: Builder,
     exchange: Exchange,
     x: Tensor,
@@ -36,21 +37,30 @@ def push_reduce_norm(
     out: Given = None,
     *,
     eps: float,
-    fused: bool = False,
 ) -> list[Tensor]:
-    """``[rms_norm(residual_out) * norm_weight, residual_out]``. ``fused``: by Triton kernels, on a CPU interpreted."""
+    """``[rms_norm(residual_out) * norm_weight, residual_out]``."""
+    normed = s.result(residual.shape, residual.dtype) if normed is None else normed
+    norm = RmsNorm(normed, None if norm_weight is None else s.contiguous(norm_weight), eps)
+    return [normed, program(s, exchange, Terms(x, w, bias, None, out, 1.0, residual, norm))]
+
+
+def push_reduce_norm(
+    push_reduce_gather: Reduce, s: Builder, exchange: Exchange, terms: Terms, *, fused: bool = False
+) -> Tensor:
+    """``residual_out`` of an all_reduce. ``fused``: by Triton kernels, on a CPU interpreted."""
     if exchange.gathers:
-        return _one_shot(s, exchange, x, w, bias, residual, norm_weight, normed, out, eps, fused)
-    norm, by_kernel = _norm(s, residual, norm_weight, normed, eps), fused or s.device.is_gpu
+        return _one_shot(s, exchange, terms, fused)
+    norm, residual, by_kernel = terms.norm, terms.residual, fused or s.device.is_gpu
+    assert norm is not None and residual is not None
     as_they_come = by_kernel and _sends_rows(s, exchange, residual)
-    program = partial(push_reduce_gather, norm=norm) if as_they_come else push_reduce_gather
-    out = padded(program, s, exchange, x, w, bias, None, out, residual, scale=1.0).view(residual.shape)
+    terms = terms if as_they_come else terms._replace(norm=None)
+    out = padded(push_reduce_gather, s, exchange, terms).view(residual.shape)
     with s.lane("copy"):
         if not by_kernel:
-            s.norm(norm.normed, out, norm.weight, eps)
+            s.norm(norm.normed, out, norm.weight, norm.eps)
         elif not as_they_come:
-            launches.norm(s, norm.normed, out, norm.weight, eps)
-    return [norm.normed, out]
+            launches.norm(s, norm.normed, out, norm.weight, norm.eps)
+    return out
 
 
 def _sends_rows(s: Builder, exchange: Exchange, like: Tensor) -> bool:
@@ -59,73 +69,43 @@ def _sends_rows(s: Builder, exchange: Exchange, like: Tensor) -> bool:
     return in_rows and math.prod(exchange.shape) == like.numel()
 
 
-def push_reduce_scatter_norm(
-    push_reduce: Program,
-    s: Builder,
-    exchange: Exchange,
-    x: Tensor,
-    w: Tensor,
-    bias: Given,
-    residual: Tensor,
-    norm_weight: Given,
-    normed: Given = None,
-    out: Given = None,
-    *,
-    eps: float,
-) -> list[Tensor]:
+def push_reduce_scatter_norm(push_reduce: Reduce, s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """The same of this rank's rows, on the wire of the reduce_scatter."""
-    residual, out, norm = _tail(s, residual, norm_weight, normed, out, eps)
-    push_reduce(s, exchange, x, w, bias, None, out, residual, norm, scale=1.0)
-    return [norm.normed, out]
+    out, residual = _tail(s, terms)
+    push_reduce(s, exchange, terms._replace(out=out, residual=residual))
+    return out
 
 
-def _tail(
-    s: Builder, residual: Tensor, norm_weight: Given, normed: Given, out: Given, eps: float
-) -> tuple[Tensor, Tensor, RmsNorm]:
-    """(residual, out, norm)."""
-    norm = _norm(s, residual, norm_weight, normed, eps)
-    out = s.result(residual.shape, residual.dtype) if out is None else out
-    return s.contiguous(residual), out, norm
+def _tail(s: Builder, terms: Terms) -> tuple[Tensor, Tensor]:
+    """(out, residual)."""
+    residual = terms.residual
+    assert residual is not None
+    out = s.result(residual.shape, residual.dtype) if terms.out is None else terms.out
+    return out, s.contiguous(residual)
 
 
-def _norm(s: Builder, like: Tensor, weight: Given, normed: Given, eps: float) -> RmsNorm:
-    normed = s.result(like.shape, like.dtype) if normed is None else normed
-    return RmsNorm(normed, None if weight is None else s.contiguous(weight), eps)
-
-
-def _one_shot(
-    s: Builder,
-    exchange: Exchange,
-    x: Tensor,
-    w: Given,
-    bias: Given,
-    residual: Tensor,
-    norm_weight: Given,
-    normed: Given,
-    out: Given,
-    eps: float,
-    fused: bool,
-) -> list[Tensor]:
-    residual, out, norm = _tail(s, residual, norm_weight, normed, out, eps)
-    terms = s.contiguous(x) if w is None else _product(s, x, w, residual)
+def _one_shot(s: Builder, exchange: Exchange, terms: Terms, fused: bool) -> Tensor:
+    (out, residual), norm, x, w = _tail(s, terms), terms.norm, terms.x, terms.w
+    assert isinstance(x, Tensor) and not isinstance(w, Scaled)
+    product = s.contiguous(x) if w is None else _product(s, x, w, residual)
     rounds, by_copy = exchange.rounds(s.max_chunk_numel(x.dtype)), copy_engines_send(exchange, s.device, x.itemsize)
     moves = Moves(s, x.dtype, len(rounds)) if by_copy or not fused else None
     for spans in rounds:
         if moves is None:
             with s.lane("push"):
-                launches.pack(s, terms, spans)
+                launches.pack(s, product, spans)
             with s.lane("copy"):
-                launches.reduce(s, out, spans, bias, 1.0, residual=residual, norm=norm, beside=True)
+                launches.reduce(s, out, spans, terms.bias, 1.0, residual=residual, norm=norm, beside=True)
             s.add(EndRound(by_kernel=True))
             continue
         moves.begin()
-        moves.pack(spans, terms, own=s.device.is_gpu)
+        moves.pack(spans, product, own=s.device.is_gpu)
         if not s.device.is_gpu:
-            moves.own = spans.at(s.rank).pack.view(terms.view(-1), 0, s.rank).view(-1)
-        moves.reduce(spans, out, bias, 1.0, residual=residual, norm=norm, beside=True)
+            moves.own = spans.at(s.rank).pack.view(product.view(-1), 0, s.rank).view(-1)
+        moves.reduce(spans, out, terms.bias, 1.0, residual=residual, norm=norm, beside=True)
     if moves is not None:
         moves.end()
-    return [norm.normed, out]
+    return out
 
 
 def _product(s: Builder, x: Tensor, w: Tensor, like: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """An all_reduce by blocks where the group divides neither rows nor columns of the result: x gets a few more rows."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +10,23 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.chunk_matmul import Operand
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaling import Scaled
+from fusedcomm.plan.terms import Reduce, Terms
 
 
-def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *operands: Any, scale: float) -> Tensor:
-    """``program(s, exchange, ...)``, which takes x with the exchange's rows, and the bias of this rank's columns.
-
-    ``operands``: x, w, bias, partial_bias, out, and perhaps a residual.
-    """
-    x, w, bias, partial_bias, out, *residuals = operands
+def padded(program: Reduce, s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
+    """``program(s, exchange, terms)``, which takes x with the exchange's rows, and the bias of this rank's columns."""
+    x, bias, out, residual = terms.x, terms.bias, terms.out, terms.residual
     shape = x.shape
     if exchange.is_plain:
+        assert isinstance(x, Tensor)
         x = s.reshape(x, math.prod(shape[:-1]), shape[-1])
     batches, num_rows, k = x.shape[: exchange.num_batch_dims], exchange.shape[-2], x.shape[-1]
     padding = num_rows - math.prod(x.shape[exchange.num_batch_dims : -1])
     if bias is not None and exchange.split_dim == len(exchange.shape) - 1:  # also where all dims count as rows
         bias = bias.chunk(s.group_size)[s.rank]
     if not padding:
-        return program(s, exchange, x, w, bias, partial_bias, out, *residuals, scale=scale)
+        made: Tensor = program(s, exchange, terms._replace(x=x, bias=bias))
+        return made
 
     def with_more_rows(t: Operand, n: int) -> Any:
         if isinstance(t, Scaled):
@@ -39,8 +38,9 @@ def padded(program: Callable[..., Tensor], s: Builder, exchange: Exchange, *oper
         s.copy(more, given.narrow(-2, 0, 1).expand(more.shape))
         return rows
 
-    more = [with_more_rows(t, exchange.shape[-1]) for t in residuals]
-    found = program(s, exchange, with_more_rows(x, k), w, bias, partial_bias, None, *more, scale=scale)
+    more = None if residual is None else with_more_rows(residual, exchange.shape[-1])
+    terms = terms._replace(x=with_more_rows(x, k), bias=bias, out=None, residual=more)
+    found: Tensor = program(s, exchange, terms)
     found = found.narrow(-2, 0, num_rows - padding)
     if out is None and not found.is_contiguous():
         out = s.result((*x.shape[:-1], exchange.shape[-1]), x.dtype)

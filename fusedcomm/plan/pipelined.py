@@ -34,6 +34,7 @@ from fusedcomm.plan.geometry.exchange import ALIGNED, Exchange, aligned_numel
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.scaled_programs import gathered_matmul
+from fusedcomm.plan.terms import Terms
 
 
 def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Given, out: Given = None) -> Tensor:
@@ -52,57 +53,41 @@ def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Gi
     return made
 
 
-def push_reduce(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    scale: float,
-) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    made = s.result(exchange.out_shape, x.dtype) if out is None else out
-    matmul = PushedMatmul(s, x, w, partial_bias, exchange)
+def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``."""
+    assert terms.residual is None and terms.norm is None
+    made = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
+    matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
 
     def stages(piece: Piece) -> Iterator[None]:
-        piece.push_sum(matmul, scale)
+        piece.push_sum(matmul, terms.scale)
         yield
         piece.wait()
-        piece.reduce(made, bias, scale)
+        piece.reduce(made, terms.bias, terms.scale)
 
-    _interleave(s, exchange, x.dtype, 2, stages)
+    _interleave(s, exchange, terms.x.dtype, 2, stages)
     return made
 
 
-def push_reduce_gather(
-    s: Builder,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    scale: float,
-) -> Tensor:
+def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias``: an all_to_all of terms, then an all_gather of sums."""
-    made = s.result(exchange.out_shape, x.dtype) if out is None else out
-    reduced = s.temporary(exchange.block, x.dtype)
-    matmul = PushedMatmul(s, x, w, partial_bias, exchange)
+    assert terms.residual is None and terms.norm is None
+    made = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
+    reduced = s.temporary(exchange.block, terms.x.dtype)
+    matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
 
     def stages(piece: Piece) -> Iterator[None]:
-        piece.push_sum(matmul, scale)
+        piece.push_sum(matmul, terms.scale)
         yield
         piece.wait()
-        piece.reduce(reduced, bias, scale)
+        piece.reduce(reduced, terms.bias, terms.scale)
         piece.gather(reduced)
         yield
         piece.place_own(made, reduced)
         piece.wait()
         piece.unpack(made)
 
-    _interleave(s, exchange, x.dtype, 3, stages)
+    _interleave(s, exchange, terms.x.dtype, 3, stages)
     return made
 
 

@@ -25,8 +25,8 @@ collective. Rules exclude algorithms, each with its reason:
 Of the wires left, the one runs that `cost` finds fastest for a call of that payload with a usual matmul
 (`cost.model.usual_call`); `pipelined` is one where no algorithm with a workspace can run. Of `chunked` and `fused`, the
 one runs that is faster with this rank's matmul. Numbers were measured on this machine by `fusedcomm tune` or are
-default ones; the reason says which. A decode size has less than 64 KiB per peer, or, where a usual call cuts rows,
-fewer than 128 per rank.
+default ones; the reason says which. A decode size has less than 64 KiB per peer, or, of a gather or a sum, less
+than 128 rows of 4096.
 
 `force_algorithm` and FUSEDCOMM_ALGORITHM overrule the estimate where the algorithm can run. Like a capture, they must
 be the same on all ranks: chunked on one rank can meet fused on another, but neither can meet unfused or pipelined.
@@ -107,7 +107,7 @@ def _decided(
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
     constants, kind, usual = constants_of(member), _kind(dtype, member), _usual(op, exchange, member)
-    why = model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants)
+    why = model.decode_reason(*usual, exchange.chunk_numel * dtype.itemsize, constants)
     if why is None:
         unfused = model.estimate(*usual, kind, constants)["unfused"]
         num_pieces, pipelined = in_pieces.fastest(*usual, kind, constants, member.topology.backend_sums)
@@ -177,7 +177,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multip
     usual = _usual(op, exchange, member)
     # One H200, in graphs: whole terms, their sum and norm take 12 us behind the matmul, 10 without the exchange.
     adds_up = KINDS[op] == "reduce_scatter" or (op.endswith("_norm") and exchange.gathers)
-    decodes = model.decode_reason(usual[1], exchange.chunk_numel * dtype.itemsize, constants)
+    decodes = model.decode_reason(*usual, exchange.chunk_numel * dtype.itemsize, constants)
     if decodes and not (member.for_capture and adds_up):
         return "unfused", decodes
     usable = ["fused", "chunked"] if member.device.type == "cuda" else ["chunked"]
@@ -198,7 +198,9 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multip
         return "unfused", wrong
     if decodes and "fused" in usable and not _too_wide(exchange):
         return "fused", "CUDA graph: few rows, sent by a kernel, added by another" + _to_prove(failed["fused"], member)
-    estimates = model.estimate(*usual, kind, constants)
+    # As many as the chunk's bytes need, whatever dims its op cuts.
+    num_rounds = -(-exchange.chunk_numel * exchange.group_size * dtype.itemsize // max(1, member.max_slot_bytes))
+    estimates = model.estimate(*usual, kind, constants, num_rounds=num_rounds)
     best = min(usable, key=estimates.__getitem__)
     if estimates["unfused"] < estimates[best]:
         return "unfused", _estimated("unfused", best, estimates, constants)
@@ -206,7 +208,7 @@ def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multip
         if usable == ["fused"]:
             return "unfused", why
         usable = ["chunked"]
-    estimates = model.estimate(op, exchange, kind, constants, multiplied)
+    estimates = model.estimate(op, exchange, kind, constants, multiplied, num_rounds)
     best = min(usable, key=estimates.__getitem__)
     return best, _estimated(best, "unfused", estimates, constants) + note + _to_prove(failed[best], member)
 

@@ -21,6 +21,7 @@ from fusedcomm.plan.builder import Layout, Program, layout_of
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Schedule
+from fusedcomm.plan.terms import of_terms
 from fusedcomm.run import python_executor, unfused
 
 ALGORITHMS: Mapping[str, ModuleType] = {
@@ -98,11 +99,13 @@ def program_of(algorithm: str, name: str) -> Program:
         return partial(scaled_programs.push, program_of(algorithm, name.removeprefix("scaled_")))
     module = ALGORITHMS[algorithm]
     if name == "push_reduce_norm":
-        return partial(norm_tail.push_reduce_norm, module.push_reduce_gather, fused=algorithm == "fused")
+        program = partial(norm_tail.push_reduce_norm, module.push_reduce_gather, fused=algorithm == "fused")
+        return partial(norm_tail.with_norm, program)
     if name == "push_reduce_scatter_norm":
-        return partial(norm_tail.push_reduce_scatter_norm, module.push_reduce)
-    program: Program = getattr(module, name)
-    return partial(padded, program) if name == "push_reduce_gather" else program
+        return partial(norm_tail.with_norm, partial(norm_tail.push_reduce_scatter_norm, module.push_reduce))
+    if name == "push_reduce_gather":
+        return partial(of_terms, partial(padded, module.push_reduce_gather))
+    return partial(of_terms, module.push_reduce) if name == "push_reduce" else getattr(module, name)
 
 
 def _layout(t: Tensor | None) -> Layout | None:

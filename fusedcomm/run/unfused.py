@@ -16,6 +16,7 @@ from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaled_programs import OfPayload, of_payload
 from fusedcomm.plan.scaling import VALUES, Payload, Scaled
+from fusedcomm.plan.terms import Terms, of_terms
 from fusedcomm.run import reference
 from fusedcomm.run.rms_norm import rms_norm
 from fusedcomm.run.scaled_matmul import product_of_payload, scaled_product
@@ -25,9 +26,9 @@ def program_of(name: str) -> Callable[..., list[Tensor]]:
     if name == "scaled_gather_matmul":
         return _scaled_gather
     if name.startswith("scaled_"):
-        return partial(scaled_programs.push, globals()[name.removeprefix("scaled_")])
+        return partial(scaled_programs.push, program_of(name.removeprefix("scaled_")))
     program: Callable[..., list[Tensor]] = globals()[name]
-    return program
+    return partial(of_terms, program) if name in ("push_reduce", "push_reduce_gather") else program
 
 
 def push_matmul(
@@ -44,37 +45,22 @@ def push_matmul(
     return _into(out, reference.exchange(y, gather_dim, exchange.split_dim, *moves))
 
 
-def push_reduce(
-    s: CallMemory,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    scale: float,
-) -> list[Tensor]:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias``; ``bias`` is the part of this rank's block."""
-    y = _product(x, w, partial_bias)
+def push_reduce(s: CallMemory, exchange: Exchange, terms: Terms) -> list[Tensor]:
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias``."""
+    y = _product(terms.x, terms.w, terms.partial_bias)
     moves = _collective("reduce_scatter", s, exchange, y)
-    total = _apart(reference.reduce_scatter(y, _reduce_op(scale), exchange.split_dim, *moves), x)
-    return _into(out, total if bias is None else total + bias)
+    return _with_bias(terms, reference.reduce_scatter(y, _reduce_op(terms.scale), exchange.split_dim, *moves))
 
 
-def push_reduce_gather(
-    s: CallMemory,
-    exchange: Exchange,
-    x: Operand,
-    w: Operand | None,
-    bias: Given,
-    partial_bias: Given,
-    out: Given,
-    scale: float,
-) -> list[Tensor]:
+def push_reduce_gather(s: CallMemory, exchange: Exchange, terms: Terms) -> list[Tensor]:
     """``all_reduce(x @ w + partial_bias) * scale + bias``."""
-    y = _product(x, w, partial_bias)
-    total = _apart(reference.all_reduce(y, _reduce_op(scale), s.group_size, s.group_name), x)
-    return _into(out, total if bias is None else total + bias)
+    y = _product(terms.x, terms.w, terms.partial_bias)
+    return _with_bias(terms, reference.all_reduce(y, _reduce_op(terms.scale), s.group_size, s.group_name))
+
+
+def _with_bias(terms: Terms, total: Tensor) -> list[Tensor]:
+    total = _apart(total, terms.x)
+    return _into(terms.out, total if terms.bias is None else total + terms.bias)
 
 
 def push_reduce_norm(

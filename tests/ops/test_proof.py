@@ -423,8 +423,8 @@ def test_problems_are_exact_in_every_dtype_and_take_several_rounds(op: str, num_
     slot_bytes = max(proof.slot_bytes(problem, torch.float32) for problem in problems)
     assert len(exchanges[0].rounds(slot_bytes // num_ranks // 4)) >= proof.NUM_ROUNDS
     assert op != "matmul_all_reduce" or not exchanges[0].splits_columns  # the proof gives every rank the whole bias
-    few = [each.exchange(0).multiplies_first for each in problems]
-    assert op != "matmul_reduce_scatter" or few == [True, False, False]
+    few = [each.exchange(0).by_cublas for each in problems]
+    assert "all_to_all" in op or few == [True, False, False]
 
 
 # `pipelined`

@@ -36,6 +36,7 @@ ABLE = Topology(no_workspace=None, no_fused=None, workspace_bytes=1 << 30, algor
 SMALL = shapes.matmul_all_to_all((1024, 512), (512, 1024), None, 0, 1, 2)  # 1 MiB per peer in bf16
 DECODE = shapes.matmul_all_to_all((16, 512), (512, 1024), None, 0, 1, 2)  # 16 KiB
 FEW_ROWS = shapes.matmul_reduce_scatter((64, 512), (512, 1 << 13), "sum", 0, 2)  # 512 KiB, as a usual call 64 rows
+FEW_SUMS = shapes.matmul_all_reduce((64, 512), (512, 1 << 13), "sum", 2)  # likewise, cut in rows; usual in columns
 BATCHES = shapes.matmul_reduce_scatter((64, 4, 512), (64, 512, 1 << 12), "sum", 0, 2)  # 1 MiB; each its own w
 GATHERED_K = shapes.all_to_all_matmul((4096, 8192), (16384, 64), 1, 0, 2)  # 32 MiB
 GATHERED_ROWS = shapes.all_gather_matmul((4096, 4096), ((4096, 64),), 0, 2)  # 32 MiB
@@ -83,6 +84,7 @@ ESTIMATED = "estimated "
         (OP, SMALL, BF16, member(), False, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), False, "chunked", ESTIMATED),
         (OP, LARGE, FP32, member(), False, "chunked", ESTIMATED),
+        (OP, LARGE, FP32, member(verdict=replace(ABLE, workspace_bytes=1 << 19)), False, "unfused", ESTIMATED),
         (OP, SMALL, FP32, member(verdict=TF32), False, "fused", ESTIMATED),
         (OP, LARGE, BF16, member(), True, "fused", ESTIMATED),
         (OP, SMALL, BF16, member(verdict=NO_TRITON), False, "unfused", "rank 0: Triton is not installed"),
@@ -100,6 +102,7 @@ ESTIMATED = "estimated "
         (OP, WIDE, BF16, member(verdict=SLOW_HOST), False, "chunked", ESTIMATED),
         ("matmul_reduce_scatter", FEW_ROWS, BF16, member(), False, "unfused", "512 KiB per peer, a decode size"),
         ("matmul_reduce_scatter", FEW_ROWS, BF16, member("cpu"), False, "chunked", ESTIMATED),
+        ("matmul_all_reduce", FEW_SUMS, BF16, member(), True, "unfused", "512 KiB per peer, a decode size"),
         ("matmul_reduce_scatter", BATCHES, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("matmul_all_reduce", DECODED, BF16, member("cpu"), False, "chunked", ESTIMATED),
         ("all_to_all_matmul", GATHERED_K, BF16, member(), False, "fused", ESTIMATED),

@@ -1,6 +1,5 @@
 """Who sends what a gather of `fused` takes: copy engines, or a kernel."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from fusedcomm.plan import fused
 from fusedcomm.plan.builder import Device, build, layout_of
 from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry import shapes
-from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.schedule import Base, Copy, Launch, Multiply, Stream
 from fusedcomm.run import calls, launching
 from fusedcomm.testing.virtual import VirtualGroup
@@ -85,7 +83,7 @@ def test_a_plain_op_multiplies_nothing(case: Case, for_capture: bool) -> None:
     device = SM_90._replace(for_capture=for_capture, least_copied=4096)
     (x, *others), facts = spec.operands(args)
     exchange = spec.exchange_of(args)
-    program = partial(padded, fused.push_reduce_gather) if case.op == "all_reduce" else getattr(fused, spec.program)
+    program = calls.program_of("fused", spec.program)
     made = build(program, exchange, memory_of(0, 2, 1 << 27), device, [layout_of(x), *others], **facts)
     kernels = [step.work.kernel.partition(".")[2] for step in made.steps if isinstance(step.work, Launch)]
     packs = for_capture or exchange.sent_run * 2 < 4096

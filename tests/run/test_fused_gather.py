@@ -1,4 +1,4 @@
-"""What a gather of `fused` computes as on GPUs, without one, in random orders that its streams, events and flags allow.
+"""What gathers of `fused` compute as on GPUs, without one, in random orders that streams, events and flags allow.
 
 tests/helpers/schedule/random_orders.py runs them, by copy engines and by a kernel that sends.
 """
@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from fusedcomm.plan.geometry import exchange
 from tests.helpers.problems import Problem, integers
 from tests.helpers.schedule.random_orders import NoProgressError
-from tests.run.test_chunked_orders import BF16, COLUMNS, EXCHANGE, FP32, ROWS, Run, cut_in
+from tests.run.test_chunked_orders import BF16, COLUMNS, EXCHANGE, FP32, ROWS, SCATTER, SUM, Run, cut_in
 
 INTERLEAVED = Problem("interleaved", (2, 3, 4), 5, 1, op="all_gather_matmul", bias=True)
 COLUMNS_TO_ROWS = Problem("columns-to-rows", (3, 2, 4), 5, 0, 1, op="all_to_all_matmul", k_dims=2)
@@ -23,8 +24,9 @@ PROBLEMS = [*WITH_OWN_ROWS, EXCHANGE, COLUMNS]
 by_whom = pytest.mark.parametrize("by_copy", [True, False], ids=["copies", "pack"])
 
 
-def run(problem: Problem, by_copy: bool, num_rounds: int = 3, **options: Any) -> Run:
+def run(problem: Problem, by_copy: bool, num_rounds: int = 3, few_rows: int = 0, **options: Any) -> Run:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "FEW_ROWS", few_rows)
         cut_in(num_rounds, patch)
         return Run(problem, algorithm="fused", least_copied=0 if by_copy else 1 << 62, **options)
 
@@ -33,6 +35,18 @@ def run(problem: Problem, by_copy: bool, num_rounds: int = 3, **options: Any) ->
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_gathers_are_right_in_a_random_order(problem: Problem, by_copy: bool) -> None:
     run(problem, by_copy, by_product=problem is ROWS, dtype=FP32 if by_copy else BF16, num_calls=1).finish(0)
+
+
+ROWS_TO_COLUMNS = Problem("rows-to-columns", (3, 6, 4), 5, 2, 1)
+
+
+@by_whom
+@pytest.mark.parametrize("problem", [ROWS, COLUMNS_TO_ROWS, ROWS_TO_COLUMNS, SCATTER, SUM], ids=str)
+def test_few_rows_are_multiplied_at_once_by_cublas(problem: Problem, by_copy: bool) -> None:
+    """Sums too, and either way of an exchange."""
+    ran = run(problem, by_copy, few_rows=128, by_product=by_copy, num_calls=1)
+    assert {each.name for each in ran.gpus.queued}.isdisjoint({"push_matmul_kernel", "gather_matmul_kernel"})
+    ran.finish(0)
 
 
 def own_parts_written(finished: Run) -> list[bool]:

@@ -1,7 +1,8 @@
 """Seconds of a call by each algorithm, on one rank, from a few constants of the machine: what the planner compares.
 
 There are R ranks. A chunk is what goes to one peer; parts that differ in size count as if all were the largest, so that
-all ranks find the same. Rounds beyond the first, and ranks that compete for one memory, are left out.
+all ranks find the same. Each round of a workspace takes overheads and latencies again. Ranks that compete for one
+memory are left out.
 
     matmul      the roofline: max(FLOP / rate, bytes / memory) + overhead; the sum on a CPU core, which does one or the
                 other. FLOP are those of whole tiles: a GPU computes waves of them, 128 x 128 or 64 x 64, each with an
@@ -17,7 +18,7 @@ all ranks find the same. Rounds beyond the first, and ranks that compete for one
                   copy-out, on a GPU in pieces of which each hides the next
     fused       max(matmul of the kernel, bytes sent / stores) + link latency + copy-out. In a gather along rows cuBLAS
                 takes the own chunk; along K only the last wave of tiles has all chunks. Runs too short for copy engines
-                are packed in front of it; terms of a reduce_scatter of few rows, behind cuBLAS
+                are packed in front of it. Few rows: cuBLAS's matmul, not beside, and a copy-out
     pipelined   `in_pieces`
     reduce      (R + 1) / 2 copies in place of the copy-out; an all_reduce then sends the sum to R - 1 peers, but where
                 whole terms go to all (few rows with a norm behind), which is matmul + sends + reduce
@@ -39,7 +40,7 @@ from fusedcomm.plan.cost import links
 from fusedcomm.plan.cost.links import INTER, INTRA, Reach, sent_bytes
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import Cut
-from fusedcomm.plan.geometry.exchange import LEAST_COPIED, Exchange, num_pieces
+from fusedcomm.plan.geometry.exchange import FEW_ROWS, LEAST_COPIED, Exchange, num_pieces
 
 _OPS = {  # of each kind of collective, beside the collective alone
     "all_to_all": ("matmul_all_to_all", "all_to_all_matmul", "scaled_matmul_all_to_all", "scaled_all_to_all_matmul"),
@@ -57,6 +58,7 @@ DEFAULT, TUNED = "default", "tuned"
 SMALL_BYTES = 64 << 10  # what arrives from a peer in a few microseconds, a launch's time; chosen, not measured
 _USUAL_WIDTH = {"cuda": 4096, "cpu": 1024}  # K, and N; chosen
 _GPU_TILES, _CPU_TILE_ROWS = (128, 64), 16
+_OF_A_ROUND = "matmul_overhead", "copy_overhead", "link_latency", "signal_latency", "chunk_overhead"
 _COPIED = 1 / 2  # of the host's time for a chunk: copy and signal alone, as a fused gather by copy engines issues them
 _MIN_SPLIT_K = 512  # the shortest part of K that cuBLAS gives to an SM of its own
 _RAGGED = 0.55  # rate of a fused kernel where K or columns are no multiple of 16, on an H200
@@ -214,14 +216,17 @@ DEFAULTS = {
 
 @functools.lru_cache(maxsize=1024)  # by the exchange's identity: `geometry` keeps one for the shapes of a call
 def estimate(
-    op: str, exchange: Exchange, dtype: str, constants: Constants, multiplied: str | None = None
+    op: str, exchange: Exchange, dtype: str, constants: Constants, multiplied: str | None = None, num_rounds: int = 1
 ) -> Mapping[str, float]:
     """Seconds by algorithm, for those that ``constants`` has numbers for. Sizes must be plain ints.
 
     ``dtype``: of the payload. ``multiplied``: of x and w, if it is another.
     """
+    found = {"unfused": TimedCall(op, exchange, dtype, constants, multiplied).unfused()}
+    if num_rounds > 1:
+        constants = replace(constants, **{name: num_rounds * getattr(constants, name) for name in _OF_A_ROUND})
     call = TimedCall(op, exchange, dtype, constants, multiplied)
-    found = {"unfused": call.unfused(), "chunked": call.chunked()}
+    found["chunked"] = call.chunked()
     return {**found, "fused": call.fused()} if constants.fused_flops else found
 
 
@@ -263,11 +268,11 @@ def pads(kind: str, cut: Cut, outer_bytes: int, device_type: str) -> bool:
     """Whether `unfused` pads parts of different sizes to the largest, in place of an all_to_all of the parts as they
     are, by the default constants: the same on all ranks, and in every graph.
 
-    A GPU sends parts one by one; a CPU's ranks share the memory, so that the bytes of all count. ``outer_bytes``: bytes
-    for each element of the dims that are cut.
+    A GPU sends parts one by one. On CPUs over gloo padding took 1.1 to 3 times as long from 2 MiB on, with 2 and 3
+    ranks. ``outer_bytes``: bytes for each element of the dims that are cut.
     """
     size, constants = cut.group_size, DEFAULTS[device_type]
-    if size == 1:
+    if size == 1 or constants.on_cpu:
         return False
     alone = (1,) * size
     gathered, scattered = (alone if parts is None else parts.sizes for parts in cut[1:])
@@ -276,24 +281,21 @@ def pads(kind: str, cut: Cut, outer_bytes: int, device_type: str) -> bool:
     padded += constants.copy(largest if kind == "all_gather" else size * largest)
     sent = [part * sum(scattered) for part in gathered]  # by rank, with the own chunk
     own = [g * s for g, s in zip(gathered, scattered, strict=True)]
-    if constants.on_cpu:
-        to_a_peer = (sum(sent) - sum(own)) / size / (size - 1)
-    else:
-        received = [sum(gathered) * part for part in scattered]
-        to_a_peer = max(max(each) - o for *each, o in zip(sent, received, own, strict=True)) / (size - 1)
+    received = [sum(gathered) * part for part in scattered]
+    to_a_peer = max(max(each) - o for *each, o in zip(sent, received, own, strict=True)) / (size - 1)
     as_they_are = constants.collective("all_to_all", outer_bytes * to_a_peer, size)
-    as_they_are += constants.copy(outer_bytes * max(sent))
-    as_they_are += 0.0 if constants.on_cpu else (size - 1) * constants.link_latency
+    as_they_are += constants.copy(outer_bytes * max(sent)) + (size - 1) * constants.link_latency
     if kind == "reduce_scatter":
         as_they_are += constants.reduce(largest, size)
     return padded < as_they_are
 
 
-def decode_reason(exchange: Exchange, chunk_bytes: int, constants: Constants) -> str | None:
+def decode_reason(op: str, exchange: Exchange, chunk_bytes: int, constants: Constants) -> str | None:
     """Why a call on a GPU has nothing to hide its exchange behind, as in decoding; None if it has, or is measured."""
     if constants.on_cpu or constants.source != DEFAULT:
         return None
-    if exchange.few_rows or chunk_bytes < SMALL_BYTES:
+    few_rows = KINDS[op] != "all_to_all" and exchange.chunk_numel < FEW_ROWS * _USUAL_WIDTH[constants.device_type]
+    if few_rows or chunk_bytes < SMALL_BYTES:
         return f"{chunk_bytes / 1024:.3g} KiB per peer, a decode size: nothing to hide, default numbers"
     return None
 
@@ -346,13 +348,11 @@ class TimedCall:
             return self._issued("fused", self._sum_of_all(again))
         if not self.exchange.gathers:
             matmul = max(self.chunk_matmul(self.num_ranks, fused=True), stores)
-            if self.kind == "reduce_scatter" and self.exchange.multiplies_first:
+            if self.exchange.by_cublas:
                 matmul = self.matmul() + constants.copy_overhead + stores
             return self._issued("fused", matmul + constants.link_latency + self._after(self.all_bytes, again))
         by_copy = self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
         device = constants.link_latency + self._fused_gather(sent, by_copy)
-        if self.exchange.is_plain:
-            device += constants.unpack(self.all_bytes)
         return self._issued("fused", device, by_copy * _COPIED * self.num_ranks)
 
     def _sum_of_all(self, sends: float) -> float:
@@ -368,6 +368,9 @@ class TimedCall:
 
     def _fused_gather(self, sent: float, by_copy: bool) -> float:
         constants, rows = self.constants, not self.exchange.splits_columns
+        if self.exchange.by_cublas or self.exchange.is_plain:
+            sends = sent / (constants.link_bandwidth if by_copy else constants.store_bandwidth)
+            return constants.copy_overhead + sends + constants.unpack(self.all_bytes) + self.matmul()
         if rows:
             matmul = self.chunk_matmul() + self.chunk_matmul(self.num_ranks - 1, fused=True)
         else:

@@ -24,7 +24,7 @@ from fusedcomm.plan.geometry.cut import Cut
 from fusedcomm.plan.geometry.spans import ChunkSpans, Range, RoundSpans, block_shape, boxes, clip, moved, span
 
 FEW_ROWS = 128  # a matmul of fewer rows takes longer to read w than to compute, on CPUs and GPUs alike
-_TILE_ROWS = 64  # of push_matmul_kernel
+_TILE_ROWS = 64  # of the kernels of `fused`
 FEW_COLUMNS = 32  # likewise x, on CPUs: with 8 columns a rank chunks took twice the time of one matmul
 _MOST_PIECES, _LEAST_PIECE = 16, 8 << 20  # bytes; chosen, not measured
 MIN_RUN = 128  # interleaved runs this long or longer are multiplied in place, shorter ones are gathered first
@@ -170,11 +170,11 @@ class Exchange:
         return self.few_rows or (self.splits_columns and self.row_numel < FEW_COLUMNS)
 
     @property
-    def multiplies_first(self) -> bool:
-        """Whether the reduce_scatter of `fused` sends a product of cuBLAS: tiles of its own kernel end with a peer's
-        rows, and read w for every peer.
+    def by_cublas(self) -> bool:
+        """Whether `fused` leaves the matmul to cuBLAS, before the sends of a push or behind the arrivals of a gather:
+        tiles of its own kernels end with a peer's rows, and read w for every peer.
         """
-        return self.few_rows and self.num_batches == 1 and self.num_rows < _TILE_ROWS * self.group_size
+        return self.few_rows and self.num_batches == 1 and self.num_rows <= _TILE_ROWS * self.group_size
 
     @cached_property
     def payload(self) -> tuple[Any, ...]:

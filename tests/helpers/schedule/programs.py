@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +16,6 @@ from fusedcomm.ops.table import OPS
 from fusedcomm.plan import chunked, fused, pipelined, routed_rounds
 from fusedcomm.plan.builder import Builder, Device, Memory, build, layout_of
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.padded_rows import padded
 from fusedcomm.plan.routing import packed_shape
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run.calls import program_of
@@ -136,7 +134,7 @@ def schedule(
         program, facts = programs.gather_matmul, {"return_gathered": by_product}
     else:
         scatters = problem.op == "matmul_reduce_scatter"
-        program = programs.push_reduce if scatters else partial(padded, programs.push_reduce_gather)
+        program = program_of(algorithm, "push_reduce" if scatters else "push_reduce_gather")
         facts = {"scale": 1 / memory.group_size if getattr(problem, "reduce_op", "sum") == "avg" else 1.0}
     return build(program, exchange, memory, device, operands(problem, *tensors), num_pieces=NUM_PIECES, **facts)
 
