@@ -118,7 +118,9 @@ class Linear:
 
     @torch.no_grad()
     def apply(self, *tensors: Tensor) -> Any:
-        """Run the op, or the plain program where `should_run` is False of x's rows."""
+        """Run the op, or the plain program where `should_run` is False of x's rows; in torch.compile the op, which
+        decides when it runs.
+        """
         if len(tensors) != len(self._columns):
             raise TypeError(f"a call takes {' and '.join(self._columns)}, got {len(tensors)} arguments")
         with torch.autocast(self._like.device.type, enabled=False):
@@ -127,7 +129,7 @@ class Linear:
     __call__ = apply
 
     def _apply(self, given: dict[str, Tensor]) -> Any:
-        if self.should_run(given["x"].shape[:-1].numel()):
+        if torch.compiler.is_compiling() or self.should_run(given["x"].shape[:-1].numel()):
             return OPS[self.op].function(**self._fixed, **given)
         spec, args = arguments_of(self.op, **self._fixed, **given)
         plan = Plan(self.op, "unfused", "should_run is False", exchange=spec.exchange_of(args))

@@ -64,11 +64,12 @@ def test_values_below_and_beyond_max_rows_and_nothing_new_after_warm_up(rank: in
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", [TAIL, *OPS])
-def test_autocast_changes_nothing(rank: int, what: str) -> None:
+def test_autocast_and_graphs_change_nothing(rank: int, what: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         call = made(what, rank)
-        for rows in (MAX_ROWS, MAX_ROWS + 4):
-            check(call, what, rank, rows)
+        for each in (call, torch.compile(lambda *tensors: call(*tensors), backend="eager", fullgraph=True)):
+            for rows in (MAX_ROWS, MAX_ROWS + 4):
+                check(each, what, rank, rows)
 
 
 @on_ranks(2)
