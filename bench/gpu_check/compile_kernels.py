@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedcomm.bench import launch_now
 from fusedcomm.bench.gpu_check import (
     child,
     kernel_speed,
@@ -26,10 +27,9 @@ from fusedcomm.bench.gpu_check import (
 )
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall, first_calls
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.machine import available_cpus
 from fusedcomm.memory import topology
-from fusedcomm.testing import launch_now
-from fusedcomm.testing.virtual import VirtualGroup
 
 META = torch.device("meta")
 GROUP_SIZES = (1, 2, 4, 8)

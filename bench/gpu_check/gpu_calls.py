@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import fusedcomm
+from fusedcomm.bench.virtual import VirtualGroup, run_op
 from fusedcomm.env import WITH_WORKSPACE
 from fusedcomm.memory import topology
 from fusedcomm.memory.workspace import Workspace
@@ -19,7 +20,6 @@ from fusedcomm.ops import table
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.whole_group import PROGRAMS, WholeGroup
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.testing.virtual import VirtualGroup, run_op
 
 FINGERPRINT = 7
 ALGORITHMS = WITH_WORKSPACE

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
 from fusedcomm.bench.timing import repeated
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.testing import launch_now
-from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 REPEATS = 4

@@ -17,11 +17,11 @@ from fusedcomm.bench.gpu_check.device_clock import interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal
 from fusedcomm.bench.gpu_check.pools import Pools
 from fusedcomm.bench.gpu_check.virtual_ranks import check_absent, check_graph
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import routed_proof
 from fusedcomm.plan.routing import Routing, bytes_of_rows, packed_shape
 from fusedcomm.run.routed_rows import ByKernels, grouped_matmul
-from fusedcomm.testing.virtual import VirtualGroup
 
 META = torch.device("meta")
 OP, TIMES = "moe_dispatch", 3

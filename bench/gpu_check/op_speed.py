@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import ALGORITHMS, OPS, GpuCall, GpuCase, GpuInputs
-from fusedcomm.testing.virtual import VirtualGroup
+from fusedcomm.bench.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 GROUP_SIZE = 4

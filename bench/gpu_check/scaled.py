@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, assert_equal, whole_group
 from fusedcomm.bench.gpu_check.kernel_speed import SHAPES, TINY, KernelProblem, MatmulShape, alone, beside
+from fusedcomm.bench.virtual import VirtualGroup, run_op
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import table
 from fusedcomm.ops.call_arguments import Arguments
@@ -24,8 +26,6 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry import packed_gathers, shapes
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import RECIPES, Payload, Recipe, Scaled, Scaling, num_blocks
-from fusedcomm.testing import launch_now
-from fusedcomm.testing.virtual import VirtualGroup, run_op
 
 DTYPE = torch.bfloat16
 GROUP_SIZE = 2

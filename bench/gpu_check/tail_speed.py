@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from fusedcomm.bench.gpu_check import child
 from fusedcomm.bench.gpu_check.device_clock import Variants, interleaved
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import NormProblem
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan.call_plan import Plan
-from fusedcomm.testing.virtual import VirtualGroup
 
 DTYPE = torch.bfloat16
 ROWS, K, HIDDEN = (1, 16, 64, 256), 1024, 8192

@@ -23,8 +23,8 @@ from fusedcomm.bench.gpu_check.gpu_calls import (
     first_calls,
     refill,
 )
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.testing.virtual import VirtualGroup
 
 # Each call has seconds of Triton's compiler behind it. The first combination runs all, the others each op's ragged one.
 COMBINATIONS = [(2, torch.bfloat16), (4, torch.float16), (8, torch.bfloat16), (2, torch.float32)]

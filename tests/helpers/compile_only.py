@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.memory import topology
 from fusedcomm.memory.segment import HeaderLayout
@@ -30,7 +31,6 @@ from fusedcomm.plan import routed_rounds, routing
 from fusedcomm.plan.builder import Device, Memory
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.testing import launch_now
 from tests.helpers import ptx_order, scaled_rounds
 from tests.helpers.ptx_order import main_loops, narrow_products
 from tests.helpers.token_rows import run_kernel

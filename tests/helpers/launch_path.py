@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.runtime.jit import JITFunction
 
 import fusedcomm
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.memory import launch_order, stream_writes
 from fusedcomm.memory.group_member import Member
@@ -41,7 +42,6 @@ from fusedcomm.plan.schedule import Described
 from fusedcomm.plan.tiles import num_cuts
 from fusedcomm.run import python_executor
 from fusedcomm.run.packing import pack
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers import compile_only
 from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
 from tests.helpers.fake_driver import FakeDriver, Refused

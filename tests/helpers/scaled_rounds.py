@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.plan import launches
 from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.geometry import packed_gathers, shapes
 from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
-from fusedcomm.testing import launch_now
 
 SHAPES: dict[str, Callable[[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]]] = {  # of scale_x and scale_w
     "tensor": lambda m, k, n: ((1,), (1,)),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.memory.topology import tf32_allowed
@@ -24,7 +25,6 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.tiles import TileConfig
 from fusedcomm.run import python_executor
-from fusedcomm.testing import launch_now
 from tests.helpers.op_problems import as_list
 from tests.helpers.problems import GATHERS, Inputs, Problem, expected, expected_by_product, integers
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory import members
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.device_rules import Range, Write
 from tests.helpers.fake_driver import NUM_SMS, FakeDriver, Refused
 from tests.host_cost.traces import NEITHER, READS, WRITES, Access

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.plan import routed_rounds
 from fusedcomm.plan.geometry import norm, payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaling import VALUES
-from fusedcomm.testing import launch_now
 from tests.helpers.token_rows import routings, run_kernel
 from tests.helpers.virtual_ranks import FINGERPRINT, VirtualRank, flag, record, unpack_and_norm, virtual_ranks
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.testing import launch_now
 from tests.helpers.problems import Problem
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.memory.segment import MOST_SLOT_BYTES
 from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.testing import launch_now
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,
     VirtualRank,

@@ -11,6 +11,8 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
+from fusedcomm.bench import launch_now
+from fusedcomm.bench.virtual import VirtualGroup, run_op
 from fusedcomm.kernels.triton import primitives, rounds
 from fusedcomm.memory import segment
 from fusedcomm.memory.segment import HeaderLayout
@@ -18,8 +20,6 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.testing import launch_now
-from fusedcomm.testing.virtual import VirtualGroup, run_op
 from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,

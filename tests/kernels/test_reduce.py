@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusedcomm.bench import launch_now
 from fusedcomm.plan.geometry import norm, shapes
-from fusedcomm.testing import launch_now
 from tests.helpers.problems import Problem
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,

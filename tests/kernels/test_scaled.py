@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.plan import chunked, fused, launches, scaled_programs, tiles
 from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.geometry import packed_gathers, shapes
@@ -13,7 +14,6 @@ from fusedcomm.plan.scaled_programs import OfPayload
 from fusedcomm.plan.scaling import Payload, Scaled
 from fusedcomm.plan.schedule import Launch, Multiply
 from fusedcomm.plan.tiles import TileConfig
-from fusedcomm.testing import launch_now
 from tests.helpers.tiers import nightly_but
 from tests.helpers.virtual_ranks import FINGERPRINT, assert_results, by_tma, guarded, virtual_ranks
 

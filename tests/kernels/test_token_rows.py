@@ -11,12 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import routed_rounds
 from fusedcomm.plan.builder import Builder, layout_of
 from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, overflow, pack, sizes_of, totals
 from fusedcomm.run.routed_rows import ByKernels
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.schedule.programs import GPU
 from tests.helpers.schedule.random_orders import Gpus
 from tests.ops import test_moe

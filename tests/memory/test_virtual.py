@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
+from fusedcomm.bench.virtual import VirtualGroup, _streams, answer_later_rounds
 from fusedcomm.memory.beside_kernels import _stream
 from fusedcomm.memory.segment import FINGERPRINT_BITS
-from fusedcomm.testing.virtual import VirtualGroup, _streams, answer_later_rounds
 
 FINGERPRINT, NUM_ROUNDS = 7, 6
 

@@ -26,14 +26,14 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import HashStore
 
 import fusedcomm
+from fusedcomm.bench import launch_now
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory import group as groups
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.model import DEFAULTS, TUNED
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
-from fusedcomm.testing import launch_now
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import HEADS
 from tests.helpers.symmetric_memory import Ranks, error_of, make, timeout

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusedcomm.bench import launch_now
 from fusedcomm.kernels.triton import copy, rounds, token_rows
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.routing import ROWS
-from fusedcomm.testing import launch_now
 from tests.helpers import virtual_ranks as virtual
 from tests.helpers.token_rows import routings
 from tests.kernels import test_failed_waits

@@ -14,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.errors import PeerError
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import copies, launches, moves
@@ -22,7 +23,6 @@ from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Schedule, Stream
 from fusedcomm.run import python_executor
 from fusedcomm.run.python_executor import Execution
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.op_problems import as_list
 from tests.helpers.plain_cases import NormCase
 from tests.helpers.problems import GATHERS, Problem, expected, expected_by_product, integers

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory import stream_writes, topology
 from fusedcomm.ops import dispatch, table
 from fusedcomm.ops.call_arguments import Arguments
@@ -17,7 +18,6 @@ from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.schedule import Base, Copy, Launch, Multiply, Stream
 from fusedcomm.run import calls, launching
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers import plain_cases
 from tests.helpers.plain_cases import IN_ROUNDS, Case
 from tests.helpers.schedule.programs import GPU as SM_90

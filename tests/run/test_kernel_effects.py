@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 from fusedcomm.plan.geometry import exchange
 from fusedcomm.plan.schedule import Launch
-from fusedcomm.testing.virtual import VirtualGroup
 from tests.helpers.plain_cases import NormCase
 from tests.helpers.schedule.kernel_effects import EFFECTS, Group, KernelCall
 from tests.helpers.schedule.random_orders import Gpus, Queued

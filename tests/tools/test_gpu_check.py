@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import fusedcomm
+from fusedcomm.bench import launch_now
 from fusedcomm.bench.gpu_check import (
     check_parts,
     child,
@@ -34,7 +35,6 @@ from fusedcomm.bench.gpu_check.check_parts import PARTS
 from fusedcomm.bench.gpu_check.driver import Part, PartResult, run_parts
 from fusedcomm.bench.gpu_check.gpu_calls import OPS, SMALL
 from fusedcomm.launch.ranks import RankError, RankFailure
-from fusedcomm.testing import launch_now
 from tests.helpers.broken_parts import FAULTS
 from tests.helpers.tiers import nightly_but
 from tests.helpers.waiting import is_alive
