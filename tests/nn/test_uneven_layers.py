@@ -101,7 +101,9 @@ def test_values_and_gradients(rank: int, world_size: int, case: Case, algorithm:
     out = UlyssesOut.from_linear(plain_out, case.heads)
     assert qkv.state_dict().keys() == plain_qkv.state_dict().keys()
     mine = case.mine(x.detach()).clone().requires_grad_()
-    with fusedcomm.force_algorithm(algorithm, strict=True), Dispatched() as spy:
+    parts = case.splits or [len(each) for each in torch.arange(case.tokens).chunk(size)]
+    strict = 1 not in parts  # of one token: it does not show what K is, and the way out of attention is unfused
+    with fusedcomm.force_algorithm(algorithm, strict=strict), Dispatched() as spy:
         found = qkv(mine, case.given)
         y = out(attention(*found), case.given)
         (y * case.mine(weight)).sum().backward()

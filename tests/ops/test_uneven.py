@@ -360,9 +360,9 @@ def test_the_check_finds_ranks_that_disagree(rank: int, op: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("scatter", "plain"), [((2, 1), 0), (((0, 2), (1, 2)), 1)], ids=["tile", "overlap"])
+@pytest.mark.parametrize(("scatter", "plain"), [((2, 2), 0), (((0, 3), (1, 3)), 1)], ids=["tile", "overlap"])
 def test_gradients_of_overlapping_ranges_are_exchanged_plainly(rank: int, scatter: Any, plain: int) -> None:
-    case = into_attention(4, 3, gather=(3, 1), scatter=scatter)
+    case = into_attention(5, 4, gather=(3, 2), scatter=scatter)
     with fusedcomm.force_algorithm("chunked", strict=True), Dispatched() as dispatched:
         check_call(case, rank, 2, 0)
     assert dispatched.names("fusedcomm").count("all_to_all") == plain

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fusedcomm.compile
 import fusedcomm.parallel
-from fusedcomm.parallel import sharded_linear
+from fusedcomm.parallel import layouts
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.small_llama import (
     CLOSE,
@@ -114,7 +114,7 @@ def own_part(bias: Tensor | None) -> Tensor | None:
 def test_the_comparison_finds_a_partial_gradient(rank: int) -> None:
     """The control of all tests here: one gradient of one layer lacks its sum over ranks."""
     model = parallelize(llama(), init_device_mesh("cpu", (2,)))
-    with mock.patch.object(sharded_linear, "bias_of_part", own_part):
+    with mock.patch.object(layouts, "bias_of_part", own_part):
         run = train(model, steps=range(1))
     assert difference(run, plain(steps=1)) > 1000 * CLOSE
 
