@@ -247,7 +247,7 @@ def sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
 
 def fused_sequence(case: dict[str, Any]) -> list[tuple[str, str]]:
     pack, unpack, reduce = ("pack", "main"), ("unpack", "main"), ("reduce", "main")
-    few = "ragged" in case["case"] or case["case"] == "two_shot"  # cuBLAS multiplies them
+    few = "ragged" in case["case"] or case["suite"] == "norms"  # cuBLAS multiplies them
     push = pack if few and case["op"] != "matmul_all_to_all" else ("push_matmul", "main")
     if case["op"] == "matmul_all_to_all":
         return [push, unpack]
