@@ -261,7 +261,9 @@ def _copies(bench: _Bench, constants: Constants) -> Constants:
             variants["unpack", num_bytes] = partial(torch.empty(arrived.shape, device=bench.device).copy_, arrived)
             variants["link", num_bytes] = partial(slot[: sent.numel()].view(sent.shape).copy_, sent)
     found = {what: line(times) for what, times in bench.move(variants).items()}
-    (copy, copy_overhead), (link, latency), (unpack, _) = found["copy"], found["link"], found["unpack"]
+    copy, copy_overhead = found["copy"]
+    link, latency = found.get("link", (constants.link_bandwidth, constants.link_latency))  # none fits a small slot
+    unpack, _ = found.get("unpack", (constants.unpack_bandwidth, 0.0))
     constants = replace(constants, copy_bandwidth=copy, copy_overhead=copy_overhead, unpack_bandwidth=unpack)
     return replace(constants, link_bandwidth=link, link_latency=latency)
 

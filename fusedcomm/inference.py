@@ -65,7 +65,8 @@ class Linear:
     def __init__(self, op: str, w: Any, group: Group, max_rows: int, *, bias: Any = None, **options: Any) -> None:
         self.op, self.max_rows = op, max_rows
         self._like: Any = next(iter(w), w) if isinstance(w, LISTS) else w
-        self._fixed = {"w": w, "group": group, "bias": bias} | _FIXED.get(op, {}) | options
+        fixed = _FIXED.get(op, {}) if isinstance(op, str) else {}
+        self._fixed = {"w": w, "group": group, "bias": bias} | fixed | options
         pg, facts = self._group, dict[str, Any]()
 
         def vote(call: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,7 +81,7 @@ class Linear:
         self._vote()
 
     def _check(self, of_calls: Collection[str]) -> None:
-        if self.op not in _FIXED:
+        if not isinstance(self.op, str) or self.op not in _FIXED:
             raise ValueError(f"op must be one of {', '.join(_FIXED)}, got {self.op!r}")
         if type(self.max_rows) is not int or self.max_rows < 1:
             raise ValueError(f"max_rows must be an int, at least 1, got {self.max_rows!r}")
@@ -181,7 +182,7 @@ class RowParallelTail(Linear):
 
     Args:
         w: [K, N], this rank's rows of the weight.
-        norm_weight: [N], or None: ones.
+        norm_weight: [N], float32 too beside 16 bits, or None: ones.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
         max_rows: the most rows of a call that may run fused.
         eps: as in the op.

@@ -212,7 +212,7 @@ def not_writable(args: argparse.Namespace, *options: str) -> str | None:
     for option in options if is_rank_0() else ():
         try:
             if file := getattr(args, option, None):
-                is_new = not os.path.exists(file)
+                is_new = not os.path.lexists(file)
                 open(file, "a").close()
                 if is_new:
                     os.remove(file)

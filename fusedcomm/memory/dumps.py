@@ -5,6 +5,7 @@ long as it lets other threads run.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -105,7 +106,8 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
             "pid": os.getpid(),
             "why": why,
             "time": clock,
-            "started": clock - _age_s(),
+            "host": hashlib.sha256(env.host_id().encode()).hexdigest()[:8],
+            "started": _started(clock),
             "versions": {name: machine.version(name) for name in machine.PACKAGES}
             | {"python": platform.python_version()},
             "environment": machine.environment(),
@@ -115,10 +117,13 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
     )
 
 
-def _age_s() -> float:
-    """Of this process, which another run does not share."""
-    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # since the boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+def _started(clock: float) -> float:
+    """The time when this process was started; 0 where nothing tells."""
+    try:
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # since the boot
+    except OSError:
+        return 0.0
+    return clock - time.clock_gettime(time.CLOCK_BOOTTIME) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _call(record: flight_recorder.Record, offset: float, now: float) -> dict[str, Any]:

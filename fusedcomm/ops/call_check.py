@@ -114,7 +114,7 @@ def operand_facts(args: Arguments, is_even: bool) -> dict[str, Any]:
     biases = [None if bias is None else list(bias.shape) if is_even else True for bias in args.biases]
     return {
         "bias shape": biases[0] if len(biases) == 1 else biases,
-        "norm_weight": args.norm_weight is not None,
+        "norm_weight": None if args.norm_weight is None else str(args.norm_weight.dtype).removeprefix("torch."),
         "dims of scales": [max(scale.ndim, 1) for scale in args.scales],  # the recipe but for blocks
     }
 

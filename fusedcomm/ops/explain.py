@@ -23,8 +23,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Plan:
     """Return how ``fusedcomm.<op>(*args, **kwargs)`` would run, and why, without running it.
 
     The arguments behind op are the call's. Tensors can be meta tensors (``torch.empty(..., device="meta")``): then the
-    plan is that of the GPU if there is one, else of the CPU. The first call on a group is a collective, as the op's own
-    is.
+    plan is that of the GPU if there is one, else of the CPU; autocast casts none of them. The first call on a group is
+    a collective, as the op's own is.
 
     Args:
         op: the name of an op.

@@ -10,6 +10,8 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients, splits
 from fusedcomm.ops.arguments import check_types
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
+from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.geometry.cut import EVEN
 
 
 def matmul_all_to_all(
@@ -94,19 +96,22 @@ def save(ctx: Any, args: Arguments, needs: PerTensor, results: Sequence[Tensor])
     ctx.num_columns = len(columns)
     ctx.x_shape, ctx.w_layout = x.shape, gradients.layout_of(w)
     ctx.splits, ctx.scattered = args.splits, y_shape[args.scatter_dim]
-    # a rank with one part of K, or none, would find other dims than the other ranks to make up K in the exchange back
-    column_dim = args.gather_dim % len(y_shape) - x.ndim + 1
-    ctx.tells_k = (column_dim < 0 or splits.all_have_several(args.splits, args.group_size)) and w.shape[-1] > 0
     back = splits.reversed_splits(args.splits, ctx.scattered, args.group_size)
-    ctx.exchange = (args.scatter_dim % len(y_shape), args.gather_dim % len(y_shape), back, *args.group)
+    dims = args.scatter_dim % len(y_shape), args.gather_dim % len(y_shape)
+    ctx.exchange = (*dims, back, *args.group)
+    ctx.tells_k = w.shape[-1] > 0 and not splits.adds_back(args.splits, ctx.scattered)
+    if ctx.tells_k and args.splits is not EVEN:
+        # a rank with one part of K, or none, would find other dims than the others to make up K in the exchange back
+        ctx.tells_k = dims[1] < x.ndim - 1 or splits.all_have_several(args.splits, args.group_size)
+        where = results[0].shape, w.mT.shape, *dims, args.group_size, back
+        ctx.tells_k = ctx.tells_k and shapes.of(shapes.all_to_all_matmul, *where).tells_k
 
 
 def backward(ctx: Any, needs: PerTensor, grad: Tensor) -> PerTensor:
     x, w = ctx.saved_tensors
     [needs_w], [needs_bias] = needs.ws, needs.biases
     gather_dim, scatter_dim, back, *group = ctx.exchange
-    adds = splits.adds_back(ctx.splits, ctx.scattered)
-    if needs.x and ctx.tells_k and not adds:
+    if needs.x and ctx.tells_k:
         flat_x, grad_y = torch.ops.fusedcomm.all_to_all_matmul(
             grad, w.mT, None, gather_dim, scatter_dim, needs_w or needs_bias, *back, *group
         )

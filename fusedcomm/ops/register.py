@@ -110,7 +110,7 @@ def _fake(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
 def _autograd(formula: Formula, *args: Any) -> Any:
     """The kernel where an argument requires grad or has a tangent, and, without the native part, everywhere."""
     spec = formula.spec
-    refuse_tangents(spec.name, *args)
+    _told(spec, args, refuse_tangents, spec.name, *args)
     args = *args, *[*spec.arguments.values()][len(args) :]  # torch leaves out defaults at the end
     flat = _told(spec, args, formula.flat, args)
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in flat):
@@ -120,14 +120,14 @@ def _autograd(formula: Formula, *args: Any) -> Any:
 
 
 def _without_gradients(spec: OpSpec, *args: Any) -> Any:
-    refuse_tangents(spec.name, *args)
+    _told(spec, args, refuse_tangents, spec.name, *args)
     _told(spec, args, refuse_grad, spec.name, *pytree.tree_leaves(args))
     with torch._C._AutoDispatchBelowAutograd():
         return spec.op(*args)
 
 
 def _out_below_autograd(spec: OpSpec, *args: Any, **outs: Tensor) -> Any:
-    refuse_tangents(spec.name, *args)
+    _told(spec, args, refuse_tangents, spec.name, *args)
     _told(spec, args, refuse_grad, f"{spec.name}.out", *args, *outs.values())
     with torch._C._AutoDispatchBelowAutograd():
         getattr(torch.ops.fusedcomm, spec.name).out(*args, **outs)

@@ -1,6 +1,7 @@
 """Matmuls on the parts of tensors that Spans describe. An operand is copied only if runs are short or rows few."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -32,7 +33,7 @@ class PushedMatmul:
         self.sends_x = w is None
         self.bias = bias
         self.y: Tensor | None = None  # all of the product
-        self.columns: dict[tuple[int, int], list[Tensor | None]] = {}  # by first and number: see `_columns`
+        self.columns: dict[tuple[int, int], list[Any]] = {}  # by first and number: see `_columns`
         self.products: dict[int, Tensor] = {}  # by dst_rank: the chunk, flat, where several ranks get it
         self.makers: set[int] = set()  # dst_ranks: products are computed with their chunks
         self.shared: list[list[int]] = []  # the ranks that get one chunk, in rank order
@@ -83,27 +84,29 @@ class PushedMatmul:
             self._multiply(spans, dst_rank, rows, chunk)
 
     def _multiply(self, spans: ChunkSpans, dst_rank: int, rows: Span, chunk: Tensor) -> None:
-        batches = spans.batches
-        bias, *parts = self._columns(spans.columns, dst_rank)
-        w, *scales = (batches.view(part, 0, dst_rank) for part in parts if part is not None)  # [bo, bi, K, co, ci]
+        batches, key = spans.batches, (spans.columns.first(dst_rank), spans.columns.size)
+        if batches.size == len(self.w) and key not in self.columns:  # for all rounds
+            self.columns[key] = self._columns(spans, dst_rank)
         of_x = self.x, *self.scales[:1]
         x, *of_rows = (rows.view(batches.view(t, 0, dst_rank), 2, dst_rank) for t in of_x)  # [bo, bi, ro, ri, K]
         with self.s.scratch():
+            bias, w, *scales = self.columns.get(key) or self._columns(spans, dst_rank)
             out = chunk.view(*_split(batches), *_split(rows), *w.shape[-2:])
             _matmul(self.s, x, w, bias, out, [*of_rows, *scales], self.fast)
 
-    def _columns(self, columns: Span, dst_rank: int) -> list[Tensor | None]:
-        """dst_rank's columns, [co, ci], of the bias, w and w's scale, in all rounds; short runs are packed."""
-        key = columns.first(dst_rank), columns.size
-        if key not in self.columns:
-            short = columns.outer > 1 and columns.inner < geometry.MIN_RUN
-            made = self.columns[key] = []
-            for t in (self.bias, self.w, *self.scales[1:]):
-                part = None if t is None else columns.view(t, t.ndim - 1, dst_rank)
-                if part is not None and short:
-                    part = self.s.reshape(part, *part.shape[:-2], 1, columns.size)
-                made.append(part)
-        return self.columns[key]
+    def _columns(self, spans: ChunkSpans, dst_rank: int) -> list[Any]:
+        """dst_rank's columns [co, ci] of the bias, of w [bo, bi, K, co, ci] and its scale; short runs are packed."""
+        columns = spans.columns
+        short = columns.outer > 1 and columns.inner < geometry.MIN_RUN
+        made = []
+        for t in (self.bias, self.w, *self.scales[1:]):
+            part = None if t is None else columns.view(t, t.ndim - 1, dst_rank)
+            if part is not None and t is not self.bias:
+                part = spans.batches.view(part, 0, dst_rank)
+            if part is not None and short:
+                part = self.s.reshape(part, *part.shape[:-2], 1, columns.size)
+            made.append(part)
+        return made
 
 
 class GatheredMatmul:

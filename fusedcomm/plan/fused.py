@@ -74,11 +74,20 @@ def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
 def _sent(s: Builder, exchange: Exchange, terms: Terms) -> Terms:
     """x and w as kernels take them, or the product of few rows and no w."""
     x, w = terms.x, terms.w
-    if w is not None and exchange.by_cublas:
+    if w is not None and _by_cublas(exchange, w):
         product = PushedMatmul(s, x, w, terms.partial_bias, exchange).y
         assert product is not None
         x, w = product, None
     return terms._replace(x=launches.contiguous(s, x), w=None if w is None else launches.loadable(s, w))
+
+
+def _by_cublas(exchange: Exchange, w: Operand) -> bool:
+    """`Exchange.by_cublas`, of what torch multiplies: scaled values have one scale for all of K, and sizes of 16s."""
+    if not isinstance(w, Scaled):
+        return exchange.by_cublas
+    k, n = w.shape[-2:]
+    has_one = w.scale.numel() == 1 or w.scale.shape[-2:] == (1, n)
+    return exchange.by_cublas and not exchange.gathers and has_one and k % 16 == n % 16 == 0
 
 
 def _push(s: Builder, terms: Terms, spans: RoundSpans) -> None:
@@ -110,7 +119,7 @@ def gather_matmul(
         return chunked.gather_matmul(s, exchange, x, ws, biases, return_gathered)
     x, ws = s.contiguous(x), [launches.loadable(s, w) for w in ws]
     outs = chunked.results(s, exchange, ws)
-    at_end = exchange.by_cublas
+    at_end = exchange.by_cublas and all(_by_cublas(exchange, w) for w in ws)
     gathered = s.result(exchange.shape, x.dtype) if return_gathered or at_end else None
     by_copy = copy_engines_send(exchange, s.device, x.itemsize)
     own = exchange.splits_columns  # whether the kernel takes the own chunk too, from the slot

@@ -106,7 +106,7 @@ def _decided(
 
 def _without_workspace(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, reason: str) -> Plan:
     """Unfused or pipelined, whichever is estimated to be faster. ``reason``: why nothing else can run."""
-    constants, kind, usual = constants_of(member), _kind(dtype, member), _usual(op, exchange, member)
+    constants, kind, usual = constants_of(member), _kind(dtype, member), usual_call(op, exchange, member.device.type)
     why = model.decode_reason(*usual, exchange.chunk_numel * dtype.itemsize, constants)
     if why is None:
         unfused = model.estimate(*usual, kind, constants)["unfused"]
@@ -141,11 +141,12 @@ def _to_prove(failed: str | None, member: Any) -> str:
     return "; proved at its first call" if failed is None and member.topology.prove else ""
 
 
-def _usual(op: str, exchange: Exchange, member: Any) -> tuple[str, Exchange]:
+def usual_call(op: str, exchange: Exchange, device_type: str) -> tuple[str, Exchange]:
+    """`model.usual_call` of a collective."""
     numel, size = exchange.chunk_numel, exchange.group_size
     if KINDS[op] == "all_reduce" and exchange.gathers:  # a chunk is the whole payload
         numel = -(-numel // size)
-    return model.usual_call(KINDS[op], numel, size, member.device.type)
+    return model.usual_call(KINDS[op], numel, size, device_type)
 
 
 def _pipelined(
@@ -154,7 +155,7 @@ def _pipelined(
     sums = member.topology.backend_sums
     if num_pieces is None:
         num_pieces, _ = in_pieces.fastest(
-            *_usual(op, exchange, member), _kind(dtype, member), constants_of(member), sums
+            *usual_call(op, exchange, member.device.type), _kind(dtype, member), constants_of(member), sums
         )
     pieces = exchange.for_all.pieces(num_pieces)
     sent = sum(aligned_numel(piece.chunk_numel, dtype.itemsize) for piece in pieces) * dtype.itemsize
@@ -174,7 +175,7 @@ def _kind(dtype: torch.dtype, member: Any) -> str:
 
 def _choose(op: str, exchange: Exchange, dtype: torch.dtype, member: Any, multiplied: str | None) -> tuple[str, str]:
     constants, kind, note = constants_of(member), _kind(dtype, member), ""
-    usual = _usual(op, exchange, member)
+    usual = usual_call(op, exchange, member.device.type)
     # One H200, in graphs: whole terms, their sum and norm take 12 us behind the matmul, 10 without the exchange.
     adds_up = KINDS[op] == "reduce_scatter" or (op.endswith("_norm") and exchange.gathers)
     decodes = model.decode_reason(*usual, exchange.chunk_numel * dtype.itemsize, constants)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor import _redistribute as torch_redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -213,10 +213,9 @@ def _backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:
     pairs = zip(ctx.placements, grad.placements, strict=True)
     wanted = [Replicate() if then.is_partial() and not now.is_partial() else then for then, now in pairs]
     dtype, found = ctx.backward_dtype, grad
-    if tuple(wanted) == grad.placements and dtype == grad.dtype:
-        if not grad.requires_grad:  # autograd would copy the caller's own, which DTensor cannot for a partial product
-            found = DTensor(grad._local_tensor, grad._spec, requires_grad=False)
-    else:
+    # Where nothing changes, the gradient itself: autograd copies it, but would keep another DTensor of its memory.
+    # DTensor copies no partial products.
+    if tuple(wanted) != grad.placements or dtype != grad.dtype or Partial("product") in wanted:
         names = placements.encode(wanted, grad.placements)
         found = torch.ops.fusedcomm.redistribute(grad, names, ctx.async_op, dtype, dtype, "")
     return found.to(ctx.dtype), None, None, None, None, None

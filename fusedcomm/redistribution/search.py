@@ -23,7 +23,7 @@ from fusedcomm.redistribution.sharding import Sharding
 from fusedcomm.redistribution.step_time import MeshLinks
 from fusedcomm.redistribution.steps import SLICE, Step, merged_op, step
 
-_MOST_STATES = 1000  # all on meshes of four dims
+_MOST_STATES = 1000  # with repetitions: all on meshes of three dims
 _ROUNDING = 1 + 1e-9  # sums of the same numbers in different orders differ by less
 
 

@@ -99,6 +99,7 @@ class Dump:
     world_size: int
     why: str
     time: float
+    host: str  # a hash: clocks of two hosts may differ
     started: float  # when the process was
     calls: list[RecordedCall]
     stacks: dict[str, list[str]]
@@ -146,14 +147,14 @@ def read(folder: Path) -> tuple[list[Dump], list[str]]:
                 raise ValueError(f"it must be a dump of schema {SCHEMA}")
             calls = [RecordedCall(**call) for call in raw["calls"]]
             rank, num_ranks, stacks = raw["rank"], raw["world_size"], raw["stacks"]
-            dump = Dump(rank, num_ranks, raw["why"], raw["time"], raw["started"], calls, stacks)
+            run = raw["host"], raw["started"]
+            dump = Dump(rank, num_ranks, raw["why"], raw["time"], *run, calls, stacks)
             if dumps.setdefault(dump.rank, dump) is not dump:
                 problems.append(f"{file.name}: another file is of rank {dump.rank} too")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             problems.append(f"{file.name}: {error}")
     # No rank has a group, and so a dump, before all ranks' processes have started
-    newest = max((dump.started for dump in dumps.values()), default=0.0)
-    old = sorted(rank for rank, dump in dumps.items() if dump.time < newest)
+    old = sorted(a.rank for a in dumps.values() if any(a.host == b.host and a.time < b.started for b in dumps.values()))
     problems += [f"rank{rank}.json: of an earlier run" for rank in old]
     return [dumps[rank] for rank in sorted(dumps) if rank not in old], problems
 

@@ -150,7 +150,7 @@ def test_every_fact_of_a_call_is_compared(op: str) -> None:
         **arguments,
         "dtype": "float32",
         "bias shape": [9],
-        "norm_weight": True,
+        "norm_weight": "float32",
         "dims of scales": [1, 2],
         "by-product": False,
         "algorithm": "chunked",

@@ -42,7 +42,7 @@ def replicas(num_ranks: int, heads: int) -> tuple[tuple[int, int], ...]:
 
 
 CASES: dict[str, tuple[int, Uneven]] = {
-    "tokens-8-of-3": (3, into_attention(8, 3)),
+    "tokens-7-of-3": (3, into_attention(7, 3)),
     "back-9-of-4": (4, out_of_attention(9, 5)),
     "heads-7-of-4-balanced": (4, into_attention(9, 7, scatter=(2, 2, 2, 1), bias=True)),
     "splits-with-none": (3, into_attention(8, 5, gather=(0, 6, 2), scatter=(4, 0, 1), bias=True)),
@@ -157,7 +157,7 @@ def test_ranks_that_count_other_dims_as_k(rank: int, heads: int, algorithm: str)
 
 
 MANY_ROUNDS = {
-    "into": into_attention(200, 4, gather=(2, 179, 19)),
+    "into": into_attention(200, 4, gather=(1, 180, 19)),
     "kv": into_attention(200, 3, gather=(1, 180, 19), scatter=((0, 1), (0, 2), (2, 1))),
     "out": out_of_attention(200, 5, gather=(1, 0, 4), scatter=(6, 0, 194), bias=True),
     "gather": Uneven(GATHER, (300, 40), gather_dim=0, gather=(290, 0, 10)),

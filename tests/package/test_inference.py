@@ -109,7 +109,7 @@ def test_ranks_that_differ_are_told(rank: int) -> None:
             args = (what, w, group, rows) if rank else ("matmul_all_reduce", WS[0], group, 4)
             with pytest.raises(fusedcomm.PeerMismatchError, match=text):
                 Linear(*args, **(options if rank else {}))
-        with pytest.raises(fusedcomm.PeerMismatchError, match="norm_weight False on rank 0 and True on rank 1"):
+        with pytest.raises(fusedcomm.PeerMismatchError, match="norm_weight None on rank 0 and float32 on rank 1"):
             RowParallelTail(WS[0], WEIGHT if rank else None, group, 4)
         for rows, w, more, text in BAD:
             with pytest.raises(ValueError, match=rf"{text}.* \(rank 1\)"):

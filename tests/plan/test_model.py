@@ -15,12 +15,14 @@ from fusedcomm.bench.gpu_check import kernel_speed
 from fusedcomm.compile.fuse.time_saved import saving_us
 from fusedcomm.compile.overlap import Estimator
 from fusedcomm.memory import members
+from fusedcomm.plan import fused as fused_program
 from fusedcomm.plan.cost import in_pieces, links, model
 from fusedcomm.plan.cost.links import INTER, Reach
 from fusedcomm.plan.cost.model import DEFAULTS, Constants
 from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.cut import Cut, Splits, parts_of_sizes
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.scaling import Scaled
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = tuple(model.KINDS.values())
@@ -336,6 +338,13 @@ def test_few_rows_are_multiplied_before_anything_is_sent() -> None:
     constants = replace(CPU, matmul_flops=matmul_takes(4.0), backend_bandwidth=wire_takes("matmul_all_to_all", 4.0))
     together = constants.matmul("float32", 1, 64, 512, 2048) + 4 * 64 / 1024
     assert in_pieces.fastest("matmul_reduce_scatter", few, "float32", constants)[1] == close(together)
+
+
+def test_few_rows_with_scales_are_left_to_torch_where_it_multiplies_them() -> None:
+    exchange, w = shapes.matmul_reduce_scatter((64, 512), (512, 256), "sum", 0, 4), torch.empty(512, 256, device="meta")
+    for size, scale in ((w, (1, 1)), (w, (1, 256)), (w, (4, 2)), (w[:-8], (1, 1))):
+        taken = fused_program._by_cublas(exchange, Scaled(size, w.new_empty(scale), torch.bfloat16))
+        assert exchange.by_cublas and taken == (size is w and scale[0] == 1)
 
 
 def test_links_across_hosts_are_those_of_data_sheets() -> None:

@@ -214,9 +214,14 @@ def test_gradients_are_those_of_torch(rank: int) -> None:
 @on_ranks(2)
 def test_a_gradient_that_is_a_partial_product_is_accumulated(rank: int) -> None:
     mesh, product = mesh_of((2,)), [Partial("product")]
-    x, grad = (DTensor.from_local(torch.full((3,), value), mesh, product, run_check=False) for value in (1.0, 2.0))
-    fusedcomm.redistribute(x.requires_grad_(), mesh, product).backward(grad)
-    assert x.grad.placements == tuple(product) and (x.grad.to_local() == 2).all()  # type: ignore[union-attr]
+    for placements, total in ((product, 2), ([Shard(0)], 4)):  # torch has no sum of partial products
+        x, grad = (
+            DTensor.from_local(torch.full((3,), value), mesh, placements, run_check=False) for value in (1.0, 2.0)
+        )
+        for _ in range(total // 2):
+            fusedcomm.redistribute(x.requires_grad_(), mesh, placements).backward(grad)
+        assert x.grad.placements == tuple(placements) and (x.grad.to_local() == total).all()  # type: ignore[union-attr]
+        assert (grad.to_local() == 2).all()
 
 
 @on_ranks(4)

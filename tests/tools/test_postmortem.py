@@ -34,7 +34,7 @@ def a_call(number: int, state: str = "done", **changes: Any) -> RecordedCall:
 
 
 def a_dump(rank: int, *calls: RecordedCall, why: str = "SIGUSR1") -> Dump:
-    return Dump(rank, len(WORLD), why, 110.0, 90.0, list(calls), {"MainThread": ["main", f"line {rank}"]})
+    return Dump(rank, len(WORLD), why, 110.0, "host", 90.0, list(calls), {"MainThread": ["main", f"line {rank}"]})
 
 
 def same_but(*last: Dump, first: RecordedCall) -> list[Dump]:

@@ -174,7 +174,7 @@ class Estimator:
             return NodeCost(compute_ms, plainly, compute_ms + plainly.ms)
         times = self._times(op, exchange, dtype, group_name)
         algorithm = min(times, key=lambda name: times[name])
-        if decode_reason(op, exchange, chunk_bytes, self.constants):
+        if decode_reason(*planner.usual_call(op, exchange, self.device_type), chunk_bytes, self.constants):
             algorithm = "unfused"
         total_ms = max(compute_ms, 1e3 * times[algorithm])
         if algorithm in ("unfused", "pipelined"):

@@ -317,6 +317,8 @@ class TimedCall:
         if exchange.is_plain or (self.to_all and exchange.k == 0):
             self.ns = []
         self.at_once = exchange.few_rows or exchange.is_plain  # one matmul for all chunks, or none
+        float8_by_kernel = _FLOAT8_RATES if exchange.gathers else (BLOCKS,)
+        self.by_cublas = exchange.by_cublas and self.multiplied not in float8_by_kernel
         self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
         self.all_bytes = self.num_ranks * self.chunk_bytes
         self.takes_all = exchange.takes_all(ITEMSIZE[dtype])
@@ -348,7 +350,7 @@ class TimedCall:
             return self._issued("fused", self._sum_of_all(again))
         if not self.exchange.gathers:
             matmul = max(self.chunk_matmul(self.num_ranks, fused=True), stores)
-            if self.exchange.by_cublas:
+            if self.by_cublas:
                 matmul = self.matmul() + constants.copy_overhead + stores
             return self._issued("fused", matmul + constants.link_latency + self._after(self.all_bytes, again))
         by_copy = self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
@@ -368,7 +370,7 @@ class TimedCall:
 
     def _fused_gather(self, sent: float, by_copy: bool) -> float:
         constants, rows = self.constants, not self.exchange.splits_columns
-        if self.exchange.by_cublas or self.exchange.is_plain:
+        if self.by_cublas or self.exchange.is_plain:
             sends = sent / (constants.link_bandwidth if by_copy else constants.store_bandwidth)
             return constants.copy_overhead + sends + constants.unpack(self.all_bytes) + self.matmul()
         if rows:
