@@ -268,25 +268,18 @@ reaches = pytest.mark.parametrize("reach", REACH)
 
 @layouts
 @reaches
-def test_a_push_reads_w_where_it_lies(reach: int, layout: str) -> None:
+@pytest.mark.parametrize("gathers", [False, True])
+def test_w_is_read_where_it_lies(gathers: bool, reach: int, layout: str) -> None:
     place, batches = LAYOUTS[layout]
     x, values = small_integers(*batches, FEW_ROWS, INNER), small_integers(*batches, INNER, OUTER)
-    exchange = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
+    push = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
+    exchange = shapes.all_gather_matmul(x.shape, (values.shape,), len(batches), 1) if gathers else push
     rank, out = one_rank(exchange), torch.full((*batches, FEW_ROWS, OUTER), torch.nan)
     (spans,) = exchange.rounds(1 << 62)
-    launch_now.push(x, place(values, reach), None, spans, rank, FINGERPRINT)
-    launch_now.unpack(out, spans, rank, FINGERPRINT)
-    torch.testing.assert_close(out, x @ values, rtol=0, atol=0)
-
-
-@layouts
-@reaches
-def test_a_gather_reads_w_where_it_lies(reach: int, layout: str) -> None:
-    place, batches = LAYOUTS[layout]
-    x, values = small_integers(*batches, FEW_ROWS, INNER), small_integers(*batches, INNER, OUTER)
-    exchange = shapes.all_gather_matmul(x.shape, (values.shape,), len(batches), 1)
-    rank, out = one_rank(exchange), torch.full((*batches, FEW_ROWS, OUTER), torch.nan)
-    (spans,) = exchange.rounds(1 << 62)
-    launch_now.pack(x, spans, rank, FINGERPRINT)
-    launch_now.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
+    if gathers:
+        launch_now.pack(x, spans, rank, FINGERPRINT)
+        launch_now.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)
+    else:
+        launch_now.push(x, place(values, reach), None, spans, rank, FINGERPRINT)
+        launch_now.unpack(out, spans, rank, FINGERPRINT)
     torch.testing.assert_close(out, x @ values, rtol=0, atol=0)

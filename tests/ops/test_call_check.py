@@ -327,26 +327,8 @@ def test_every_collective_is_compared(rank: int, odd: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ["chunked", "unfused"])
-def test_what_one_rank_finds_wrong_all_raise(rank: int, algorithm: str) -> None:
-    with fresh_group(CHECK="1") as group, fusedcomm.force_algorithm(algorithm):
-        w = torch.ones(8, 6)
-        for call in (fusedcomm.matmul_all_reduce, partial(fusedcomm.matmul_all_to_all, gather_dim=0, scatter_dim=1)):
-            sparse = torch.ones(4, 8).to_sparse() if rank else torch.ones(4, 8)  # which the public function refuses
-            for wrong in (torch.ones(4, 8 + rank), torch.ones(4, 8, dtype=torch.int32 if rank else None), sparse):
-                expected = (ValueError, TypeError) if rank == 1 else fusedcomm.PeerMismatchError
-                with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
-                    call(wrong, w, group=group)
-            both = {"scatter_splits": [3, 3], "scatter_ranges": [(0, 3), (3, 3)]}
-            options = {"reduce_op": 3} if call is fusedcomm.matmul_all_reduce else both
-            with pytest.raises(expected, match="" if rank else "rank 1 found its input wrong: "):
-                call(torch.ones(4, 8), w, group=group, **(options if rank else {}))
-            assert (call(torch.ones(4, 8), w, group=group) > 0).all()
-
-
-@on_ranks(2)
-def test_peers_hear_of_errors_above_the_kernels(rank: int) -> None:
-    """Of public functions and of autograd's kernels."""
+def test_peers_hear_of_errors(rank: int) -> None:
+    """Of kernels, and above them of public functions and of autograd's kernels."""
     x, w, ids = torch.ones(4, 16, requires_grad=True), torch.ones(16, 16), torch.tensor([[0], [1], [1], [0]])
     x8, w8, one = torch.ones(4, 16).to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).mT, torch.ones(())
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, Any], dict[str, Any]]] = [
@@ -357,7 +339,9 @@ def test_peers_hear_of_errors_above_the_kernels(rank: int) -> None:
         (fusedcomm.scaled_matmul_all_reduce, (x8, w8, one, one), (2, one.clone().requires_grad_()), {}),
         (fusedcomm.scaled_matmul_all_reduce, (x8, w8, one, one), (2, one), {"use_fast_accum": "no"}),
         (fusedcomm.moe_dispatch, (x, ids, 2, 8), (0, None), {}),
-        (fusedcomm.matmul_all_reduce, (x, w), (0, None), {}),
+        *((fusedcomm.matmul_all_reduce, (x, w), (0, wrong), {}) for wrong in (None, w[:4, :3], ids, w[:4].to_sparse())),
+        (fusedcomm.matmul_all_reduce, (x, w), (0, x), {"reduce_op": 3}),
+        (fusedcomm.matmul_all_to_all, (x, w, 0, 1), (0, x), {"scatter_splits": [8, 8], "scatter_ranges": [(0, 8)] * 2}),
         (fusedcomm.all_reduce_norm, (w, w, None), (0, w.clone().requires_grad_()), {"out": torch.empty(16, 16)}),
     ]
     with fresh_group(**CHECKED) as group:

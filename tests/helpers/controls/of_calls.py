@@ -102,13 +102,13 @@ CONTROLS: dict[str, Control] = {
         "kernels/triton/matmul.py",
         "load_block(w, (k + ks).to(tl.int64), ",
         "load_block(w, k + ks, ",
-        "tests/kernels/test_large_slots.py::test_a_push_reads_w_where_it_lies",
+        "tests/kernels/test_large_slots.py::test_w_is_read_where_it_lies",
     ),
     "columns of a gather's w have 64 bits": Control(
         "kernels/triton/gather_matmul.py",
         "            w_columns = w_columns.to(tl.int64)\n",
         "            pass\n",
-        "tests/kernels/test_large_slots.py::test_a_gather_reads_w_where_it_lies",
+        "tests/kernels/test_large_slots.py::test_w_is_read_where_it_lies",
     ),
     "places of the elements that are reduced have 64 bits": Control(
         "kernels/triton/reduce.py",
@@ -363,7 +363,7 @@ CONTROLS: dict[str, Control] = {
         "fusedcomm/ops/arguments.py",
         "tell_peers(op, resolve(group)[1], x, error)",
         "pass",
-        "tests/ops/test_call_check.py::test_what_one_rank_finds_wrong_all_raise[unfused]",
+        "tests/ops/test_call_check.py::test_peers_hear_of_errors",
     ),
     "peers hear of parameters that one rank alone finds wrong": Control(
         "fusedcomm/nn/whole_model.py",

@@ -8,7 +8,7 @@ room that those hold who wait", for all pairs that nothing orders; a circle may 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from tests.helpers.schedule.happens_before import HappensBefore, Node
+from tests.helpers.schedule.happens_before import HappensBefore, Node, by_edges
 from tests.helpers.schedule.multiprocessors import NUM_SMS, Multiprocessors, footprint
 from tests.helpers.schedule.operations import ON_SMS, Kind, Operation
 
@@ -96,19 +96,8 @@ def _last_wait(steps: Sequence[Node]) -> Node:
 
 def _circles(order: HappensBefore, blocking: dict[int, list[Node]]) -> list[str]:
     """A kernel is blocked for good if a wait that holds its room comes after it, by these edges and all others."""
-    left = {id(node): len(node.before) + len(blocking.get(id(node), ())) for node in order.nodes}
-    after: dict[int, list[Node]] = defaultdict(list)
-    for node in order.nodes:
-        for each in (*node.before, *blocking.get(id(node), ())):
-            after[id(each)].append(node)
-    ready = [node for node in order.nodes if left[id(node)] == 0]
-    while ready:
-        node = ready.pop()
-        for each in after[id(node)]:
-            left[id(each)] -= 1
-            if left[id(each)] == 0:
-                ready.append(each)
-    stuck = [node for node in order.nodes if left[id(node)] and id(node) in blocking]
+    free = set(map(id, by_edges(order.nodes, lambda node: [*node.before, *blocking.get(id(node), ())])))
+    stuck = [node for node in order.nodes if id(node) not in free and id(node) in blocking]
     return [
         f"{node} may find no room while these wait: {', '.join(sorted({str(each) for each in blocking[id(node)]}))}"
         for node in stuck

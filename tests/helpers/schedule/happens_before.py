@@ -9,8 +9,10 @@ so both count as writes of all of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from tests.helpers.schedule.operations import Enqueued, Flag, Kind, Operation, Step
 from tests.helpers.schedule.region import Region
@@ -85,25 +87,26 @@ class HappensBefore:
 
     def _sorted(self, nodes: Sequence[Node]) -> list[Node]:
         """The nodes by their edges, with clocks; those of a cycle are left out and have none."""
-        missing = {id(node): len(node.before) for node in nodes}
-        after: dict[int, list[Node]] = defaultdict(list)
-        for node in nodes:
-            for each in node.before:
-                after[id(each)].append(node)
-        ready, done = [node for node in nodes if not node.before], []
-        while ready:
-            node = ready.pop()
+        done = by_edges(nodes, lambda node: node.before)
+        for node in done:
             clock = [max(counts) for counts in zip(*(each.clock for each in node.before), strict=True)]
             clock = clock or [0] * self.num_chains
             if node.chain != NO_CHAIN:
                 clock[node.chain] = node.place + 1
             node.clock = tuple(clock)
-            done.append(node)
-            for each in after[id(node)]:
-                missing[id(each)] -= 1
-                if missing[id(each)] == 0:
-                    ready.append(each)
         return done
+
+
+def by_edges(nodes: Sequence[Node], before: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """The nodes in an order of these edges, without those of a cycle and behind one."""
+    found, of = list[Node](), {id(node): node for node in nodes}
+    sorter = TopologicalSorter({id(node): [id(each) for each in before(node)] for node in nodes})
+    with suppress(CycleError):
+        sorter.prepare()
+    while ready := sorter.get_ready():
+        found += [of[each] for each in ready]
+        sorter.done(*ready)
+    return found
 
 
 def races(order: HappensBefore) -> list[str]:
