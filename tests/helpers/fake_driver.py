@@ -9,16 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import cubin
-from tests.helpers.device_rules import (
-    DEFAULT_SHARED,
-    Launch,
-    Range,
-    TensorMap,
-    Write,
-    launch_violations,
-    tensor_map_violations,
-    write_violations,
-)
+from tests.helpers import device_rules as rules
 
 NUM_SMS = 132
 # The least of the devices that run an architecture's kernels: sm_86, 89 and 120 run those of sm_80.
@@ -96,14 +87,14 @@ class FakeDriver:
         self,
         folder: Path,
         arch: int,
-        tensors: Callable[[], Iterable[Range]],
+        tensors: Callable[[], Iterable[rules.Range]],
         streams: Callable[[], Sequence[int]],
         library: Path | None = None,
     ) -> None:
         self.arch, self.tensors, self.streams = arch, tensors, streams
-        self.launches: list[Launch] = []
-        self.enqueued: list[Launch | Write] = []
-        self.tensor_maps: list[TensorMap] = []
+        self.launches: list[rules.Launch] = []
+        self.enqueued: list[rules.Launch | rules.Write] = []
+        self.tensor_maps: list[rules.TensorMap] = []
         self._functions: dict[int, tuple[_Function, cubin.CubinKernel]] = {}
         self._library = ctypes.CDLL(str(library or _built(folder)), mode=ctypes.RTLD_GLOBAL)
         os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
@@ -148,7 +139,7 @@ class FakeDriver:
         kernel = cubin.kernel_of(ctypes.string_at(image, cubin.size_of(ctypes.string_at(image, 64))))
         assert kernel.name == name.decode(), (kernel.name, name)
         known = _Function(
-            kernel.registers, 0, kernel.static_shared, kernel.threads, DEFAULT_SHARED - kernel.static_shared
+            kernel.registers, 0, kernel.static_shared, kernel.threads, rules.DEFAULT_SHARED - kernel.static_shared
         )
         address = ctypes.addressof(known)
         self._functions[address] = known, kernel
@@ -167,7 +158,7 @@ class FakeDriver:
         interleave: int,
         swizzle: int,
     ) -> None:
-        encoded = TensorMap(
+        encoded = rules.TensorMap(
             data_type,
             address or 0,
             tuple(dims[:rank]),
@@ -177,14 +168,14 @@ class FakeDriver:
             interleave,
             swizzle,
         )
-        _refuse_if_any(tensor_map_violations(encoded, self.arch, list(self.tensors())))
+        _refuse_if_any(rules.tensor_map_violations(encoded, self.arch, list(self.tensors())))
         ctypes.memmove(map, len(self.tensor_maps).to_bytes(128, "little"), 128)  # which one a launch gets
         self.tensor_maps.append(encoded)
 
     def _launch(self, function: int, config: Any, arguments: Any) -> None:
         known, kernel = self._functions[function]
         c = config.contents
-        launch = Launch(
+        launch = rules.Launch(
             kernel,
             tuple(c.grid),
             tuple(c.block),
@@ -194,13 +185,13 @@ class FakeDriver:
             tuple(c.attributes[i].kind for i in range(c.num_attributes)),
             tuple(ctypes.string_at(arguments[i], size) for i, size in enumerate(kernel.parameters)),
         )
-        _refuse_if_any(launch_violations(launch))
+        _refuse_if_any(rules.launch_violations(launch))
         self.launches.append(launch)
         self.enqueued.append(launch)
 
     def _write(self, stream: int | None, address: int, value: int, flags: int) -> None:
-        write = Write(stream or 0, address, value, flags)
-        _refuse_if_any(write_violations(write, self.streams(), list(self.tensors())))
+        write = rules.Write(stream or 0, address, value, flags)
+        _refuse_if_any(rules.write_violations(write, self.streams(), list(self.tensors())))
         self.enqueued.append(write)
 
 

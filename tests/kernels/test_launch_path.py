@@ -17,18 +17,9 @@ from unittest.mock import ANY
 import pytest
 
 from tests.helpers import compile_only
+from tests.helpers import device_rules as rules
 from tests.helpers.compilers import TARGETS, TRITON_36, Compilers, Target
 from tests.helpers.cubin import CubinKernel
-from tests.helpers.device_rules import (
-    Argument,
-    Launch,
-    TensorMap,
-    Write,
-    argument_violations,
-    launch_violations,
-    tensor_map_violations,
-    write_violations,
-)
 from tests.helpers.fake_driver import NUM_SMS, SHARED_BYTES
 from tests.helpers.problems import OPS
 from tests.kernels.conftest import Compiled
@@ -53,7 +44,7 @@ def run(compilers: Compilers, target: Target, *suites: str, timeout_s: float = 6
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-TENSOR_MAP = TensorMap(9, 0x1000, (64, 8), (128,), (64, 4), (1, 1), 0, 3)  # bfloat16 [8, 64]
+TENSOR_MAP = rules.TensorMap(9, 0x1000, (64, 8), (128,), (64, 4), (1, 1), 0, 3)  # bfloat16 [8, 64]
 TENSORS = [(0x1000, 0x1400)]
 
 
@@ -80,18 +71,20 @@ TENSORS = [(0x1000, 0x1400)]
     ],
 )
 def test_a_wrong_tensor_map_breaks_its_rule(change: dict[str, Any], rule: str) -> None:
-    assert not list(tensor_map_violations(TENSOR_MAP, 90, TENSORS))
-    found = list(tensor_map_violations(dataclasses.replace(TENSOR_MAP, **change), 90, TENSORS))
+    assert not list(rules.tensor_map_violations(TENSOR_MAP, 90, TENSORS))
+    found = list(rules.tensor_map_violations(dataclasses.replace(TENSOR_MAP, **change), 90, TENSORS))
     assert any(text.startswith(rule) for text in found), found
 
 
 def test_before_hopper_there_are_no_tensor_maps() -> None:
-    (found,) = tensor_map_violations(TENSOR_MAP, 80, TENSORS)
+    (found,) = rules.tensor_map_violations(TENSOR_MAP, 80, TENSORS)
     assert found.startswith("tensor map: the device must be sm_90")
 
 
 KERNEL = CubinKernel("kernel", (8, 4), registers=200, static_shared=0, threads=256, required=True)
-LAUNCH = Launch(KERNEL, (132, 1, 1), (256, 1, 1), 4096, 8192, 0, (), (bytes.fromhex("0010000000000000"), bytes(4)))
+LAUNCH = rules.Launch(
+    KERNEL, (132, 1, 1), (256, 1, 1), 4096, 8192, 0, (), (bytes.fromhex("0010000000000000"), bytes(4))
+)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +101,13 @@ LAUNCH = Launch(KERNEL, (132, 1, 1), (256, 1, 1), 4096, 8192, 0, (), (bytes.from
     ],
 )
 def test_a_wrong_launch_breaks_its_rule(change: dict[str, Any], rule: str) -> None:
-    assert not list(launch_violations(LAUNCH))
-    found = list(launch_violations(dataclasses.replace(LAUNCH, **change)))
+    assert not list(rules.launch_violations(LAUNCH))
+    found = list(rules.launch_violations(dataclasses.replace(LAUNCH, **change)))
     assert any(text.startswith(rule) for text in found), found
 
 
-POINTER = Argument("x", 8, (0x1000).to_bytes(8, "little"), is_pointer=True)
-COUNT = Argument("count", 4, bytes(4))
+POINTER = rules.Argument("x", 8, (0x1000).to_bytes(8, "little"), is_pointer=True)
+COUNT = rules.Argument("count", 4, bytes(4))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +120,9 @@ COUNT = Argument("count", 4, bytes(4))
         ([POINTER, COUNT], [], "pointer x"),
     ],
 )
-def test_wrong_arguments_break_their_rule(arguments: list[Argument], tensors: list[Any], rule: str) -> None:
-    assert not list(argument_violations(LAUNCH, [POINTER, COUNT], TENSORS))
-    (found,) = argument_violations(LAUNCH, arguments, tensors)
+def test_wrong_arguments_break_their_rule(arguments: list[rules.Argument], tensors: list[Any], rule: str) -> None:
+    assert not list(rules.argument_violations(LAUNCH, [POINTER, COUNT], TENSORS))
+    (found,) = rules.argument_violations(LAUNCH, arguments, tensors)
     assert found.startswith(rule)
 
 
@@ -202,7 +195,7 @@ def test_every_kernel_is_taken(compiled: Compiled, compilers: Compilers, target:
             assert compiled[case["case"]]["kernel"] == launch["kernel"]
 
 
-WRITE = Write(2, 0x1008, 7, 0)
+WRITE = rules.Write(2, 0x1008, 7, 0)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +208,8 @@ WRITE = Write(2, 0x1008, 7, 0)
     ],
 )
 def test_a_wrong_write_breaks_its_rule(change: dict[str, Any], rule: str) -> None:
-    assert not list(write_violations(WRITE, range(3), TENSORS))
-    (found,) = write_violations(dataclasses.replace(WRITE, **change), range(3), TENSORS)
+    assert not list(rules.write_violations(WRITE, range(3), TENSORS))
+    (found,) = rules.write_violations(dataclasses.replace(WRITE, **change), range(3), TENSORS)
     assert found.startswith(rule)
 
 

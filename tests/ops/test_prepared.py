@@ -99,10 +99,10 @@ def test_a_sum_that_the_group_does_not_divide(rank: int, shape: tuple[int, ...])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
+@pytest.mark.parametrize("algorithm", [*PREPARED, "unfused"])
 @pytest.mark.parametrize("recorded_under", [False, True], ids=["outside", "inside"])
 def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded_under: bool) -> None:
-    """A plan has matmuls in x's dtype, which autocast would take for its own; the `.out` overload gets there."""
+    """A program has matmuls in x's dtype, which autocast would take for its own; the `.out` overload gets there."""
     x = torch.full((4, 2), 1 + 2.0**-12)  # which bfloat16 cannot hold
     w, want = torch.eye(2), torch.full((8, 1), 1 + 2.0**-12)
     with started_group(algorithm) as group:

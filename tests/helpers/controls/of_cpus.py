@@ -49,7 +49,7 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/op_kernels.cpp",
         "    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);",
         "   ",
-        "tests/ops/test_prepared.py::test_autocast_does_not_reach_into_a_call[outside-chunked]",
+        "tests/ops/test_prepared.py::test_autocast_does_not_reach_into_a_call[outside-unfused]",
     ),
     "a prepared round that is left half way is broken": Control(
         PREPARED_CALLS,

@@ -9,26 +9,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusedcomm.plan import schedule as steps
 from fusedcomm.plan.builder import Memory
-from fusedcomm.plan.schedule import (
-    Await,
-    Base,
-    Collective,
-    Copy,
-    EndRound,
-    Finish,
-    Launch,
-    Multiply,
-    Norm,
-    Place,
-    Record,
-    Reduce,
-    Schedule,
-    Signal,
-    Update,
-    Wait,
-    places_of,
-)
 from fusedcomm.plan.schedule import Stream as Lane
 from tests.helpers.schedule.kernel_effects import EFFECTS, EPOCH, WORD, Group, KernelCall
 from tests.helpers.schedule.operations import Enqueued, Flag, Kind, Operation, Step, Work
@@ -72,7 +54,7 @@ class Walk:
             self.enqueued.priorities[len(self._streams) - 1] = priority
         return self._streams[name]
 
-    def call(self, schedule: Schedule, group: Group, caller: Hashable = 0) -> None:
+    def call(self, schedule: steps.Schedule, group: Group, caller: Hashable = 0) -> None:
         """A call on the caller's stream. Its inputs are gone, and its results too, when it has returned."""
         _Call(self, schedule, group, caller).enqueue()
 
@@ -108,7 +90,7 @@ class Walk:
 
 
 class _Call:
-    def __init__(self, walk: Walk, schedule: Schedule, group: Group, caller: Hashable) -> None:
+    def __init__(self, walk: Walk, schedule: steps.Schedule, group: Group, caller: Hashable) -> None:
         self.walk, self.schedule, self.group, self.memory = walk, schedule, group, walk.memories[group.name]
         self.number, walk.num_calls = walk.num_calls, walk.num_calls + 1
         self.events: dict[int, list[int]] = {}
@@ -126,36 +108,36 @@ class _Call:
         walk, main = self.walk, self.streams[Lane.MAIN]
         if self.schedule.num_rounds:  # of a workspace
             main.wait(walk.last_call)
-        made = [self._name(Base.RESULT, i) for i in range(len(self.schedule.results))]
-        made += [self._name(Base.TEMPORARY, 0)] * bool(self.schedule.temporary_bytes)
+        made = [self._name(steps.Base.RESULT, i) for i in range(len(self.schedule.results))]
+        made += [self._name(steps.Base.TEMPORARY, 0)] * bool(self.schedule.temporary_bytes)
         for each in made:
             walk.enqueue(Kind.ALLOC, "alloc", [Step(writes=[Region(each, 0, _ALL_BYTES)])], main)
         for step in self.schedule.steps:
             self._step(step.work, self.streams[step.stream])
         if self.schedule.num_rounds:
             walk.last_call = main.tail
-        places = [place for step in self.schedule.steps for place in places_of(step.work)]
-        inputs = {self._name(Base.INPUT, place.number) for place in places if place.base == Base.INPUT}
+        places = [place for step in self.schedule.steps for place in steps.places_of(step.work)]
+        inputs = {self._name(steps.Base.INPUT, place.number) for place in places if place.base == steps.Base.INPUT}
         for each in (*made, *sorted(inputs)):
             walk.free(each, main)
 
     def _step(self, work: Any, stream: Stream) -> None:
         match work:
-            case Record(event):
+            case steps.Record(event):
                 self.events[event] = stream.tail
-            case Await(event):
+            case steps.Await(event):
                 stream.wait(self.events[event])
-            case Launch():
+            case steps.Launch():
                 call = KernelCall(work, self.group, self.epoch, self.region)
                 self.walk.enqueue(Kind.LAUNCH, call.name, list(EFFECTS[call.name](call)), stream, work.num_programs)
                 self.ends += call.ends_round
-            case Collective(number, name, to, source):
+            case steps.Collective(number, name, to, source):
                 moves = self._touching([to], [source])
                 num_bytes = sum(each.num_bytes for each in moves.reads)
                 self.collectives[number] = self.walk.begin_collective(self.group, num_bytes, moves, self.caller, name)
-            case Finish(number):
+            case steps.Finish(number):
                 stream.wait(self.collectives[number])
-            case EndRound(by_kernel):
+            case steps.EndRound(by_kernel):
                 assert self.ends == by_kernel, "a round has one end, on the device or on the host"
                 if not by_kernel:
                     word = Region(self.group.segment(self.memory.rank), EPOCH, WORD)
@@ -164,34 +146,34 @@ class _Call:
                 self.ends = 0
             case _:
                 for kind, step in self._on_the_host(work):
-                    name = "copy_" if isinstance(work, Copy) else type(work).__name__.lower()
+                    name = "copy_" if isinstance(work, steps.Copy) else type(work).__name__.lower()
                     self.walk.enqueue(kind, name, [step], stream)
 
     def _on_the_host(self, work: Any) -> Iterator[tuple[Kind, Step]]:
         """The operations that are not kernels of this package."""
         group, own = self.group.name, self.memory.rank
         match work:
-            case Multiply(out, x, w, bias, adds):
+            case steps.Multiply(out, x, w, bias, adds):
                 step = self._touching([out], [x, w, bias, out if adds else None])
                 step.work = _matmul(*(1, *out.sizes[:-1])[-2:], x.sizes[-1], out.sizes[-1])
                 yield Kind.MATMUL, step
-            case Copy(to, source):
+            case steps.Copy(to, source):
                 step = self._touching([to], [source])
-                owner = self.group.ranks[to.number] if to.base == Base.SLOT else self.walk.rank
+                owner = self.group.ranks[to.number] if to.base == steps.Base.SLOT else self.walk.rank
                 num_bytes = sum(each.num_bytes for each in step.writes)
                 step.work = Work(copied=num_bytes) if owner == self.walk.rank else Work(sent={owner: num_bytes})
                 step.reads += [self.group.begun(own)] * bool(step.work.sent)
                 yield Kind.MEMCPY if is_memcpy(to, source) else Kind.ELEMENTS, step
-            case Update(to, method):
+            case steps.Update(to, method):
                 yield Kind.ELEMENTS, self._touching([to], [to] if method == "div_" else [])
-            case Reduce(out, parts, bias):
+            case steps.Reduce(out, parts, bias):
                 yield Kind.ELEMENTS, self._touching([out], [*parts, bias])
-            case Norm(out, x, weight):
+            case steps.Norm(out, x, weight):
                 yield Kind.ELEMENTS, self._touching([out], [x, weight])
-            case Signal(dst_rank):
+            case steps.Signal(dst_rank):
                 word = Region(self.group.segment(dst_rank), self._flag(own), WORD)
                 yield Kind.STREAM_WRITE, Step(writes=[word], signals=[Flag(group, dst_rank, own, self.epoch)])
-            case Wait(src_rank):
+            case steps.Wait(src_rank):
                 word = Region(self.group.segment(own), self._flag(src_rank), WORD)
                 yield Kind.ELEMENTS, Step(reads=[word], waits=[Flag(group, own, src_rank, self.epoch)])
 
@@ -199,25 +181,25 @@ class _Call:
         layout = self.memory.layout
         return layout.flags + WORD * (self.epoch % layout.num_slots * layout.group_size + src_rank)
 
-    def _touching(self, written: Sequence[Place], read: Sequence[Place | None]) -> Step:
+    def _touching(self, written: Sequence[steps.Place], read: Sequence[steps.Place | None]) -> Step:
         reads = [self.region(place) for place in read if place is not None]
         writes = [self.region(place) for place in written]
         return Step(reads=[each for each in reads if each], writes=[each for each in writes if each])
 
-    def region(self, place: Place) -> Region | None:
+    def region(self, place: steps.Place) -> Region | None:
         start, layout = place.offset, self.memory.layout
         match place.base:
-            case Base.SLOT | Base.SEGMENT:
+            case steps.Base.SLOT | steps.Base.SEGMENT:
                 memory = self.group.segment(place.number)
-                if place.base == Base.SLOT:
+                if place.base == steps.Base.SLOT:
                     start += layout.header_bytes + self.epoch % layout.num_slots * self.memory.slot_bytes
-            case Base.TEMPORARY:
+            case steps.Base.TEMPORARY:
                 memory, start = self._name(place.base, 0), start + self.schedule.temporaries[place.number]
             case _:
                 memory = self._name(place.base, place.number)
         return region(memory, start, place.sizes, place.strides, place.dtype.itemsize)
 
-    def _name(self, base: Base, number: int) -> str:
+    def _name(self, base: steps.Base, number: int) -> str:
         return f"{base.name.lower()} {number} of call {self.number} on rank {self.walk.rank}"
 
 
@@ -226,7 +208,7 @@ def _matmul(*sizes: int) -> Work:
     return Work(matmul=(b, m, k, n), flops=2 * b * m * k * n)
 
 
-def is_memcpy(to: Place, source: Place) -> bool:
+def is_memcpy(to: steps.Place, source: steps.Place) -> bool:
     """Whether torch copies by cudaMemcpyAsync: both are dense, in the same order of elements and of one dtype."""
     if to.dtype != source.dtype or to.sizes != source.sizes:
         return False
