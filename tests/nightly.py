@@ -54,7 +54,7 @@ PARTS = {
     "launches": pytest_part(660, "tests/kernels", nights=3),
     "ranks": pytest_part(360, "tests/memory", "tests/protocol", "tests/symm_mem", without=[SANITIZERS]),
     "faults": pytest_part(520, FAULTS, nights=3),
-    "controls": pytest_part(440, *CONTROLS, nights=7),
+    "controls": pytest_part(440, *CONTROLS, nights=12),  # native ones compile, 45 s each
     "commands": pytest_part(620, "tests/tools", "tests/package", without=[FAULTS, *CONTROLS, SOAK], nights=2),
     "soak": Part(560, ((*NIGHTLY, SOAK), (sys.executable, "-m", "tests.soak", *SOAK_CALLS))),
     "sanitizers": pytest_part(420, SANITIZERS, nights=2),
