@@ -328,7 +328,7 @@ def test_every_collective_is_compared(rank: int, odd: int) -> None:
 
 @on_ranks(2)
 def test_peers_hear_of_errors(rank: int) -> None:
-    """Of kernels, and above them of public functions and of autograd's kernels."""
+    """Errors of kernels, and above them those of public functions and of autograd's kernels."""
     x, w, ids = torch.ones(4, 16, requires_grad=True), torch.ones(16, 16), torch.tensor([[0], [1], [1], [0]])
     x8, w8, one = torch.ones(4, 16).to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).mT, torch.ones(())
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[int, Any], dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""What gathers of `fused` compute as on GPUs, without one, in random orders that streams, events and flags allow.
+"""Values of `fused` gathers as on GPUs, without one, in random orders that streams, events and flags allow.
 
 tests/helpers/schedule/random_orders.py runs them, by copy engines and by a kernel that sends.
 """
