@@ -2,7 +2,7 @@
 vain) and of users' calls in 2 processes; and speed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -50,7 +50,8 @@ class Moe(NamedTuple):
         )
         group = VirtualGroup(self.group_size, num_bytes, device)
         inputs = self.inputs(device, 0)[0]
-        group.load(lambda workspace: self.dispatch(workspace, inputs), FINGERPRINT)
+        for num in range(3):
+            group.load(lambda workspace, num=num: self.products(workspace, inputs, num), FINGERPRINT)
         packed = inputs[1].new_zeros(packed_shape(inputs[1].numel(), self.num_experts, self.group_size))
         rows = inputs[0].new_zeros(self.capacity, self.columns)
         for w in (None, self.w(device)):
@@ -87,13 +88,21 @@ class Moe(NamedTuple):
             for _ in range(self.group_size)
         ]
 
-    def dispatch(self, workspace: Workspace, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """(rows, routing), as `fusedcomm.ops.routed` does it."""
+    def dispatch(
+        self, workspace: Workspace, inputs: Inputs, ws: Sequence[Tensor] = (), num_pieces: int = 1
+    ) -> list[Tensor]:
+        """[rows, routing], as `fusedcomm.ops.routed` does it, and rows times each of ``ws``."""
         x, ids, _ = inputs
         workspace.enter(OP, FINGERPRINT)
         way = ByKernels(workspace, OP, FINGERPRINT)
-        rows, _, packed = way.dispatch(x, ids, self.num_experts, self.k, self.capacity, self.alignment)
-        return rows, packed
+        facts = self.num_experts, self.k, self.capacity, self.alignment
+        rows, _, packed, *hs = way.dispatch(x, ids, *facts, ws, num_pieces)
+        return [rows, packed, *hs]
+
+    def products(self, workspace: Workspace, inputs: Inputs, num_pieces: int) -> list[Tensor]:
+        """A dispatch, without a matmul in 0 pieces."""
+        ws = [self.w(inputs[0].device)] if num_pieces else []
+        return self.dispatch(workspace, inputs, ws, max(num_pieces, 1))
 
     def combine(
         self, workspace: Workspace, rows: Tensor, packed: Tensor, scores: Tensor, w: Tensor | None = None
@@ -104,16 +113,25 @@ class Moe(NamedTuple):
 
     def run(self, workspace: Workspace, inputs: Inputs) -> list[Tensor]:
         rows, packed = self.dispatch(workspace, inputs)
+        hs = [self.products(workspace, inputs, num)[2] for num in (1, 2)]
         combined = [self.combine(workspace, rows, packed, inputs[2], w) for w in (None, self.w(rows.device))]
-        return [rows, combined[0], combined[1].flip(1) / 2]
+        return [rows, *(h.flip(1) / 2 for h in hs), combined[0], combined[1].flip(1) / 2]
 
     def public(self, inputs: Inputs) -> list[Tensor]:
         """As users do it."""
         x, ids, scores = inputs
         more = {"alignment": self.alignment}
-        rows, _, routing = fusedcomm.moe_dispatch(x, ids.view(-1, self.k), self.num_experts, self.capacity, **more)
-        multiplied = fusedcomm.grouped_matmul_combine(rows, self.w(x.device), routing, scores)
-        return [rows, fusedcomm.moe_combine(rows, routing, scores), multiplied.flip(1) / 2]
+        facts, w = (self.num_experts, self.capacity), self.w(x.device)
+        rows, _, routing = fusedcomm.moe_dispatch(x, ids.view(-1, self.k), *facts, **more)
+        h, _, _ = fusedcomm.dispatch_grouped_matmul(x, ids.view(-1, self.k), w, *facts, **more)
+        multiplied = fusedcomm.grouped_matmul_combine(rows, w, routing, scores)
+        return [
+            rows,
+            h.flip(1) / 2,
+            h.flip(1) / 2,
+            fusedcomm.moe_combine(rows, routing, scores),
+            multiplied.flip(1) / 2,
+        ]
 
     def expected(self, every: list[Inputs]) -> list[list[Tensor]]:
         """Every rank's rows, its sums twice, and which of its choices [T, k] have a row, by a loop over the choices."""
@@ -135,7 +153,7 @@ class Moe(NamedTuple):
                     found[rank][2][token, nth] = 1
                 at += self._units(choices) * self.alignment
         device = every[0][0].device
-        return [[t.to(device, self.dtype) for t in (rows, y, y, kept)] for rows, y, kept in found]
+        return [[t.to(device, self.dtype) for t in (rows, rows, rows, y, y, kept)] for rows, y, kept in found]
 
     def check(self, device: torch.device) -> dict[str, Any]:
         """Back to back, with fresh routings."""
@@ -192,7 +210,7 @@ def of_users(rank: int, device_type: str, moe: Moe, algorithm: str | None) -> di
             g = moe.inputs(device, 50 + seed)[rank][0]
             with never_waiting(device) if seed else nullcontext():  # the first call proves, allocates and loads
                 outs = moe.public(every[rank])
-                grads = torch.autograd.grad(outs[1], (x, scores), g)
+                grads = torch.autograd.grad(outs[3], (x, scores), g)
             fusedcomm.synchronize()
             *want, kept = moe.expected(every)[rank]
             want += [(kept * scores).sum(1, keepdim=True).to(g.dtype) * g, kept * (x.double() * g).sum(1, keepdim=True)]
@@ -233,6 +251,8 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
     times = interleaved(
         {
             "dispatch": lambda: moe.dispatch(workspace, inputs),
+            "dispatch and matmul": lambda: moe.dispatch(workspace, inputs, [w]),
+            "dispatch and matmul in pieces": lambda: moe.dispatch(workspace, inputs, [w], 2),
             "send": lambda: way.send(x, None, moe.k, routing, moe.capacity),
             "combine": lambda: moe.combine(workspace, rows, packed, scores),
             "copy": lambda: rows.copy_(source),
@@ -247,7 +267,9 @@ def speed(moe: Moe, device: torch.device) -> dict[str, Any]:
     rates = {name: num_bytes / times[name] / 1e9 for name, num_bytes in moved.items()}
     ratios = {f"{name} ratio": rate / rates["copy"] for name, rate in rates.items() if name != "copy"}
     found = {"plan_ms": times["dispatch"] - times["send"], "matmul_ms": times["matmul"]}
-    return {**rates, **ratios, **found, "combined over matmul": times["matmul and combine"] / times["matmul"]}
+    for name in ("dispatch and matmul", "dispatch and matmul in pieces", "matmul and combine"):
+        found[f"{name} over matmul"] = times[name] / times["matmul"]
+    return {**rates, **ratios, **found}
 
 
 def jobs(half: str) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fusedcomm.memory.captures import is_capturing
 from fusedcomm.memory.group import Group, rank_of, resolve
-from fusedcomm.ops.call_check import is_traced, told_to_peers
-from fusedcomm.ops.moe import checked_and_cast, grouped_matmul_combine, moe_dispatch, require
+from fusedcomm.ops.call_check import is_traced
+from fusedcomm.ops.moe import dispatch_grouped_matmul, grouped_matmul_combine, require
 
 
 class ExpertParallel(nn.Module):
@@ -98,18 +98,15 @@ class ExpertParallel(nn.Module):
             [..., H].
         """
         w1, w2, w3 = (w.mT for w in self._weights())
-        with told_to_peers("moe_dispatch", self.group_name, x):
-            sent, w1, w3 = checked_and_cast(x, self.num_experts, self.group_size, w1, w3)
         beside = None if self.shared_expert is None else _stream_beside(x)
         if beside is not None:
             beside.wait_stream(torch.cuda.current_stream(x.device))
         facts = self.num_experts, self.capacity, self.group_name
-        rows, offsets, routing = moe_dispatch(sent, expert_ids, *facts, max_tokens=self.max_tokens)
+        (gate, up), _, routing = dispatch_grouped_matmul(x, expert_ids, [w1, w3], *facts, max_tokens=self.max_tokens)
         shared = None
         if self.shared_expert is not None:  # behind the dispatch in the host's order, which starts first
             with nullcontext() if beside is None else torch.cuda.stream(beside):
                 shared = self.shared_expert(x)
-        gate, up = (torch.ops.fusedcomm.moe_grouped_matmul(rows, w, offsets) for w in (w1, w3))
         y = grouped_matmul_combine(F.silu(gate) * up, w2, routing, scores, self.group_name)
         if shared is None:
             return y

@@ -31,3 +31,11 @@ def _of_result(x_shape: Any, w_shape: Sequence[int], *_: Any, out_shape: Any, **
 @register_flop_formula([_ops.all_gather_matmul, _ops.scaled_all_gather_matmul])
 def _of_results(x_shape: Any, w_shapes: Sequence[Sequence[int]], *_: Any, out_shape: Any, **__: Any) -> int:
     return sum(2 * math.prod(out) * w[-2] for out, w in zip(out_shape[0], w_shapes, strict=True))
+
+
+@register_flop_formula(_ops.moe_dispatch_matmul)
+def _of_rows(
+    x_shape: Any, ids_shape: Any, w_shapes: Sequence[Sequence[int]], *_: Any, out_shape: Any, **__: Any
+) -> int:
+    """All rows that the capacity allows."""
+    return sum(2 * out_shape[0][0] * w[-2] * w[-1] for w in w_shapes)

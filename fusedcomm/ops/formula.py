@@ -43,14 +43,16 @@ class Context:
         self.materializes = value
 
 
-def needs_now(ctx: Any) -> Sequence[bool]:
+def needs_now(ctx: Any) -> Sequence[Any]:
     """`ctx.needs_input_grad` of the running backward, which may ask for some gradients alone, as in pipelining."""
-    needs: Sequence[bool] = ctx.needs_input_grad
+    needs: Sequence[Any] = ctx.needs_input_grad  # a list for a list
     if torch.compiler.is_compiling():
         return needs
     nodes = (node for node, _ in ctx.next_functions if node is not None)  # one for each tensor that needs its gradient
-    asked = [need and _is_executed(next(nodes)) for need in needs]
-    return asked if any(asked) else needs  # the engine runs no node for nothing: grad_fn was called by hand
+    asked: Sequence[Any] = pytree.tree_map(lambda need: need and _is_executed(next(nodes)), needs)
+    return (
+        asked if any(pytree.tree_leaves(asked)) else needs
+    )  # the engine runs no node for nothing: grad_fn was called by hand
 
 
 def _is_executed(node: Any) -> bool:

@@ -27,7 +27,8 @@ def _register() -> None:
         lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
     for name in COLLECTIVES:  # they take any strides
         op = getattr(torch.ops.fusedcomm, name).default
-        lower = _lower_tensor if len(op._schema.returns) == 1 else _lower_pair
+        is_tensor = [each.type for each in op._schema.returns] == [torch.TensorType.get()]
+        lower = _lower_tensor if is_tensor else _lower_pair
         lowering.register_lowering(op, type_promotion_kind=None)(lower(op))
 
 

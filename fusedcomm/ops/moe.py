@@ -1,5 +1,6 @@
 """Mixture of experts: tokens go to the ranks of their experts and come back, with sizes that the host knows before."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -60,30 +61,8 @@ def moe_dispatch(
         assert fusedcomm.moe_counts(routing).tolist() == [2, 4]
         assert fusedcomm.moe_combine(rows, routing, torch.ones(3, 1)).equal(x)
     """
-    group_size, group_name = resolve(group)
-    with told_to_peers("moe_dispatch", group_name, x):
-        _check_payload("x", x)
-        _check_slots("expert_ids", expert_ids)
-        for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
-            check_int(name, value)
-            require(value >= 1, name, "at least 1", value)
-        require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
-        require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
-        require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
-        require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
-        ids = expert_ids.flatten(0, -2)
-        if max_tokens is not None:
-            require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
-        if capacity is None:
-            require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
-            assert max_tokens is not None
-            own = num_experts // group_size
-            capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
-        check_int("capacity", capacity)
-        require(capacity >= 0, "capacity", "at least 0", capacity)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(
-        x.flatten(0, -2), ids, num_experts, capacity, alignment, group_size, group_name
-    )
+    args = _of_dispatch(x, expert_ids, num_experts, capacity, group, alignment, max_tokens)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(*args)
     return found
 
 
@@ -125,20 +104,20 @@ def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor
 def dispatch_grouped_matmul(
     x: Tensor,
     expert_ids: Tensor,
-    w: Tensor,
+    w: Tensor | Sequence[Tensor],
     num_experts: int,
     capacity: int | None,
     group: Group = None,
     *,
     alignment: int = 1,
     max_tokens: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Any, Tensor, Tensor]:
     """`moe_dispatch`, and its rows times the w of their experts.
 
     Args:
         x: [..., H]. It and all others but w are those of `moe_dispatch`.
         expert_ids: [..., k].
-        w: [E / R, H, N], of this rank's experts; of x's dtype and device.
+        w: [E / R, H, N], of this rank's experts; of x's dtype and device. Or a list of them, as gate and up.
         num_experts: E.
         capacity: rows that each rank receives at most, or None.
         group: a ProcessGroup, a 1-D DeviceMesh, (DeviceMesh, mesh_dim), a group name, or None for WORLD.
@@ -146,16 +125,14 @@ def dispatch_grouped_matmul(
         max_tokens: the most tokens of any rank.
 
     Returns:
-        (h, offsets, routing). h: [capacity, N], zero where rows have no token. Autocast casts x and w. The rest is that
-        of `moe_dispatch`. One runs behind the other: on CPUs a copy and a matmul would share the cores.
+        (h, offsets, routing). h: [capacity, N], zero where rows have no token; a list for a list. Autocast casts x and
+        w. The rest is that of `moe_dispatch`. On GPUs half of the experts' rows travel while others are multiplied, if
+        that pays.
     """
-    group_size, group_name = resolve(group)
-    with told_to_peers("moe_dispatch", group_name, x):
-        x, w = checked_and_cast(x, num_experts, group_size, w)
-    rows, offsets, routing = moe_dispatch(
-        x, expert_ids, num_experts, capacity, group, alignment=alignment, max_tokens=max_tokens
-    )
-    return torch.ops.fusedcomm.moe_grouped_matmul(rows, w, offsets), offsets, routing
+    ws = [w] if isinstance(w, Tensor) else [*w]
+    args = _of_dispatch(x, expert_ids, num_experts, capacity, group, alignment, max_tokens, ws)
+    _, offsets, routing, *hs = torch.ops.fusedcomm.moe_dispatch_matmul(*args)
+    return hs[0] if isinstance(w, Tensor) else hs, offsets, routing
 
 
 def moe_overflow(routing: Tensor) -> Tensor:
@@ -174,6 +151,45 @@ def moe_counts(routing: Tensor) -> Tensor:
         routing: of `moe_dispatch`.
     """
     return layout.totals(routing)
+
+
+def _of_dispatch(
+    x: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    capacity: int | None,
+    group: Group,
+    alignment: int,
+    max_tokens: int | None,
+    ws: list[Tensor] | None = None,
+) -> tuple[Any, ...]:
+    """The arguments of the op, with ``ws`` if there are any, cast and checked."""
+    group_size, group_name = resolve(group)
+    with told_to_peers("moe_dispatch", group_name, x):
+        if ws is not None:
+            require(len(ws) > 0, "w", "[E / R, H, N], or several", ws)
+            x, *ws = checked_and_cast(x, num_experts, group_size, *ws)
+        _check_payload("x", x)
+        _check_slots("expert_ids", expert_ids)
+        for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
+            check_int(name, value)
+            require(value >= 1, name, "at least 1", value)
+        require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", "int32 or int64", expert_ids.dtype)
+        require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
+        require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
+        require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
+        ids = expert_ids.flatten(0, -2)
+        if max_tokens is not None:
+            require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
+        if capacity is None:
+            require(max_tokens is not None, "max_tokens", "an int where capacity is None", None)
+            assert max_tokens is not None
+            own = num_experts // group_size
+            capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
+        check_int("capacity", capacity)
+        require(capacity >= 0, "capacity", "at least 0", capacity)
+    of_ws = () if ws is None else (ws,)
+    return x.flatten(0, -2), ids, *of_ws, num_experts, capacity, alignment, group_size, group_name
 
 
 def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, group: Group) -> Tensor:

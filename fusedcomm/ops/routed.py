@@ -5,7 +5,7 @@ A dispatch and a combine are each other's gradient. `moe_send` is a dispatch by 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -27,7 +27,17 @@ from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
 from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
-from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, ends_of, pack, packed_shape, sizes_of
+from fusedcomm.plan.routing import (
+    LEAST_CUT,
+    Routing,
+    bytes_of_rows,
+    counts_of,
+    ends_of,
+    num_pieces,
+    pack,
+    packed_shape,
+    sizes_of,
+)
 from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, BySlots, grouped_matmul, grouped_outer, weighed
 
 Way = Alone | ByCollective | BySlots | ByKernels
@@ -35,13 +45,15 @@ _GROUP = "int group_size, str group_name"
 SCHEMAS = {
     "moe_dispatch": "(Tensor x, Tensor expert_ids, int num_experts, int capacity, int alignment, "
     f"{_GROUP}) -> (Tensor, Tensor, Tensor)",
+    "moe_dispatch_matmul": "(Tensor x, Tensor expert_ids, Tensor[] ws, int num_experts, int capacity, int alignment, "
+    f"{_GROUP}) -> Tensor[]",
     "moe_send": f"(Tensor x, Tensor? scores, Tensor routing, int k, int capacity, {_GROUP}) -> Tensor",
     "moe_combine": "(Tensor h, Tensor? w, Tensor? scores, Tensor routing, SymInt num_tokens, int k, "
     f"bool return_received, {_GROUP}) -> (Tensor, Tensor)",
     "moe_grouped_matmul": "(Tensor h, Tensor w, Tensor offsets) -> Tensor",
     "moe_grouped_outer": "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
 }
-COLLECTIVES = tuple(SCHEMAS)[:3]
+COLLECTIVES = tuple(SCHEMAS)[:4]
 
 
 @contextmanager
@@ -49,13 +61,15 @@ def _call(
     op: str,
     args: Sequence[Any],
     slot_bytes: int,
+    experts: int,
     facts: dict[str, Any],
     size: int,
     name: str,
     check: Callable[[bool], None],
 ) -> Iterator[Way]:
-    """A call on all ranks. ``args``: of the op, the payload first. ``facts``: equal on all of them; ``check`` raises
-    where this rank's input is wrong, numbers included if it may look at them.
+    """A call on all ranks. ``args``: of the op, the payload first. ``experts``: of a rank that are multiplied.
+    ``facts``: equal on all of them; ``check`` raises where this rank's input is wrong, numbers included if it may look
+    at them.
     """
     group.check_size(size, name)
     t: Tensor = args[0]
@@ -72,16 +86,17 @@ def _call(
         with same_collective(op, name, t, **facts):
             record.state = flight_recorder.CHECKING
             check(_is_checked(t, ours.topology.check))
-        algorithm, reason = _algorithm(op, t.dtype, t.device, slot_bytes, ours, proves=True)
-        if algorithm == "unfused":
+        algorithm, reason = _algorithm(op, t, t.device, slot_bytes, experts, ours, proves=True)
+        has_workspace = algorithm in env.WITH_WORKSPACE
+        if not has_workspace:
             _refuse_capture(op, t.device, reason)
         if algorithm == "unfused" and reason != planner.FORCED:
             planner.log_fallback(op, reason)
-        with nullcontext() if algorithm == "unfused" else ours.lock:
+        with ours.lock if has_workspace else nullcontext():
             ours.count(record, algorithm)
             record.state = flight_recorder.RUNNING
             try:
-                workspace = None if algorithm == "unfused" else ours.workspace_for(slot_bytes, op, fingerprint)
+                workspace = ours.workspace_for(slot_bytes, op, fingerprint) if has_workspace else None
                 kind = op, *(layout_of(each) if isinstance(each, Tensor) else each for each in args)
                 is_new = workspace is not None and not ours.loaded.has(kind, workspace.slot_bytes)
                 if is_new and is_capturing(t.device):
@@ -94,7 +109,7 @@ def _call(
                 ours.num_calls -= 1
                 raise
             if workspace is None:
-                yield ByCollective(ours.memory)
+                yield ByCollective(ours.memory, algorithm == "pipelined")
                 return
             record.runs_on(workspace)
             workspace.enter(op, fingerprint)  # by it a failure in a kernel names the op
@@ -120,11 +135,19 @@ def plan_of(op: str, args: Sequence[Any], device: torch.device) -> Plan:
     group.check_size(size, name)
     if size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
-    slot_bytes = _dispatch_bytes(t, args[2], args[3], size) if op == "moe_dispatch" else _combine_bytes(*args[:2])
-    algorithm, why = _algorithm(op, t.dtype, device, slot_bytes, member(name, device), proves=False)
-    if algorithm == "unfused":
+    if op == "moe_combine":
+        slot_bytes, w = _combine_bytes(*args[:2]), args[1]
+    else:
+        num_experts, capacity, _ = args[-5:-2]
+        slot_bytes, w = _dispatch_bytes(t, num_experts, capacity, size), (*args[2], None)[0] if len(args) > 7 else None
+    algorithm, why = _algorithm(op, t, device, slot_bytes, _num(w), member(name, device), proves=False)
+    if algorithm not in env.WITH_WORKSPACE:
         return Plan(op, algorithm, why)
     return Plan(op, algorithm, why or f"on a {device.type} rows go straight to their places", slot_bytes, 1)
+
+
+def _num(w: Tensor | None) -> int:
+    return 0 if w is None else len(w)
 
 
 def _dispatch_bytes(x: Tensor, num_experts: int, capacity: int, size: int) -> int:
@@ -136,21 +159,23 @@ def _combine_bytes(h: Tensor, w: Tensor | None) -> int:
 
 
 def _algorithm(
-    op: str, dtype: torch.dtype, device: torch.device, slot_bytes: int, ours: Member, *, proves: bool
+    op: str, t: Tensor, device: torch.device, slot_bytes: int, experts: int, ours: Member, *, proves: bool
 ) -> tuple[str, str]:
     """(algorithm, reason), which is empty where none excludes others.
 
-    `unfused` is the group's all_to_all_single, for whose splits the host waits.
+    `unfused` is the group's all_to_all_single, for whose splits the host waits; `pipelined` is the same in pieces,
+    beside the matmuls of ``experts``, chosen on GPUs alone: on CPUs both take the cores.
     """
+    dtype = t.dtype
     is_cuda = device.type == "cuda"
     name, strict = force_algorithm.current
     name = name or ours.topology.algorithm
     found = name or ("fused" if is_cuda else "chunked")
     reason = ours.no_workspace
-    if found == "unfused":
+    if found == "unfused" or (found == "pipelined" and experts > 1):
         return found, planner.FORCED
     if found not in env.WITH_WORKSPACE:
-        reason = f"{op} runs chunked, fused or unfused"
+        reason = f"{op} runs chunked, fused or unfused, and pipelined with several experts' matmuls"
     elif found == "chunked" and is_cuda:
         reason = f"{op} copies rows whose counts the host knows: on a GPU kernels do"
     elif reason is None and slot_bytes > ours.max_slot_bytes:
@@ -165,14 +190,34 @@ def _algorithm(
         return found, planner.FORCED if name else ""
     if strict and name is not None:
         raise RuntimeError(f"{op} cannot run as {name}: {reason}")
-    return "unfused", reason
+    cuts = is_cuda and name is None and experts > 1 and slot_bytes >= LEAST_CUT
+    return "pipelined" if cuts else "unfused", reason
 
 
 def _dispatch(
     x: Tensor, expert_ids: Tensor, num_experts: int, capacity: int, alignment: int, size: int, name: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
+    return tuple(_dispatched("moe_dispatch", x, expert_ids, [], num_experts, capacity, alignment, size, name))
+
+
+def _dispatch_matmul(x: Tensor, expert_ids: Tensor, ws: list[Tensor], *others: Any) -> list[Tensor]:
+    return _dispatched("moe_dispatch_matmul", x, expert_ids, ws, *others)
+
+
+def _dispatched(
+    op: str,
+    x: Tensor,
+    expert_ids: Tensor,
+    ws: list[Tensor],
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    size: int,
+    name: str,
+) -> list[Tensor]:
+    """[rows, offsets, routing], and the rows times each of ``ws``."""
     k, h = expert_ids.shape[1], x.shape[1]
-    ids = expert_ids.flatten()
+    ids, hs = expert_ids.flatten(), None
 
     def check(looks: bool) -> None:
         if looks and ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
@@ -180,12 +225,17 @@ def _dispatch(
             raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
 
     facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
-    slot_bytes = _dispatch_bytes(x, num_experts, capacity, size)
-    with _call("moe_dispatch", [x, ids, *facts.values()], slot_bytes, facts, size, name, check) as way:
+    if ws:
+        facts["N"] = sum(w.shape[2] for w in ws)  # pieces depend on it
+    slot_bytes, experts = _dispatch_bytes(x, num_experts, capacity, size), _num((*ws, None)[0])
+    with _call(op, [x, ids, *ws, *facts.values()], slot_bytes, experts, facts, size, name, check) as way:
         rank = group.rank_of(name)
         if isinstance(way, ByKernels):
-            rows, offsets, packed = way.dispatch(x, ids, num_experts, k, capacity, alignment)
+            taken = ws if capacity and all(w.numel() for w in ws) else []
+            pieces = num_pieces(experts, slot_bytes, sum(w.shape[2] for w in ws)) if taken else 1
+            rows, offsets, packed, *found = way.dispatch(x, ids, num_experts, k, capacity, alignment, taken, pieces)
             routing = Routing(packed, rank, size, ids.numel())
+            hs = found if taken else None
         else:
             ids = ids.to(torch.int64)
             if x.is_cuda:  # nobody has looked at them
@@ -193,12 +243,16 @@ def _dispatch(
             counts = way.counts(counts_of(ids, num_experts))
             packed = pack(ids, k, counts, rank, capacity, alignment)
             routing = Routing(packed, rank, size, ids.numel())
-            rows, offsets = way.send(x, None, k, routing, capacity), routing.ends
+            if isinstance(way, ByCollective):
+                rows, hs = way.dispatch(x, None, ws, k, routing, capacity)
+            else:
+                rows = way.send(x, None, k, routing, capacity)
+            offsets = routing.ends
     checks = env.check() if size == 1 else member(name, x.device).topology.check
     if checks and not is_capturing(x.device) and routing.overflow:
         need = routing.counts.sum(0).view(size, -1).sum(1).tolist()
         raise RuntimeError(f"capacity={capacity} must hold the rows of each rank, got {need}")
-    return rows, offsets, packed
+    return [rows, offsets, packed, *([grouped_matmul(rows, w, offsets) for w in ws] if hs is None else hs)]
 
 
 def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: int, size: int, name: str) -> Tensor:
@@ -206,7 +260,7 @@ def _send(x: Tensor, scores: Tensor | None, packed: Tensor, k: int, capacity: in
     facts["scored"] = scores is not None
     slot_bytes = bytes_of_rows(capacity, x.shape[1], x.itemsize)
     check = _fits(packed, x, scores, x.shape[0] * k, k, capacity, size)
-    with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, facts, size, name, check) as way:
+    with _call("moe_send", [x, scores, packed, k, capacity], slot_bytes, 0, facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, x.shape[0] * k)
         return way.send(x, None if scores is None else scores.flatten(), k, routing, capacity)
 
@@ -254,7 +308,7 @@ def _combine(
     facts = {"num_experts": packed.shape[-1], "capacity": capacity, "k": k, "H": n}
     check = _fits(packed, h, scores, num_tokens * k, k, capacity, size)
     slot_bytes, args = _combine_bytes(h, w), [h, w, scores, packed, num_tokens, k, return_received]
-    with _call("moe_combine", args, slot_bytes, facts, size, name, check) as way:
+    with _call("moe_combine", args, slot_bytes, _num(w), facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, num_tokens * k)
         if isinstance(way, ByKernels):
             y, *received = way.combine(h, w, scores, routing, k, return_received)
@@ -271,6 +325,11 @@ def _fake_dispatch(
     offsets = x.new_empty(num_experts // size, dtype=torch.int32)
     shape = packed_shape(expert_ids.numel(), num_experts, size)
     return rows, offsets, x.new_empty(shape, dtype=torch.int64)
+
+
+def _fake_dispatch_matmul(x: Tensor, expert_ids: Tensor, ws: list[Tensor], *others: Any) -> list[Tensor]:
+    rows, *found = _fake_dispatch(x, expert_ids, *others)
+    return [rows, *found, *(x.new_empty(len(rows), w.shape[2]) for w in ws)]
 
 
 def _fake_combine(
@@ -296,6 +355,33 @@ def _grad_dispatch(ctx: Any, grad_rows: Tensor | None, *_: Any) -> tuple[Tensor 
         num_tokens, k, where = ctx.facts
         grad_x = _ops.moe_combine(grad_rows, None, None, *ctx.saved_tensors, num_tokens, k, False, *where)[0]
     return grad_x, *[None] * 6
+
+
+def _save_dispatch_matmul(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    (rows, offsets, packed, *_), ws = output, inputs[2]
+    needs_x, _, *needs_ws = ctx.needs_input_grad[: 2 + len(ws)]  # flat, unlike in a backward
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(packed, offsets, rows if any(needs_ws) else None, *(ws if needs_x else ()))
+    ctx.facts = *inputs[1].shape, inputs[-2:]
+
+
+def _grad_dispatch_matmul(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    (packed, offsets, rows, *ws), (num_tokens, k, where) = ctx.saved_tensors, ctx.facts
+    needs_x, _, needs_ws = needs_now(ctx)[:3]
+    grad_rows, _, _, *grad_hs = grads
+    grad_ws = [
+        _ops.moe_grouped_outer(rows, g, offsets) if needs and g is not None else None
+        for g, needs in zip(grad_hs, needs_ws, strict=True)
+    ]
+    if not needs_x or all(g is None for g in (grad_rows, *grad_hs)):
+        return None, None, grad_ws, *[None] * 5
+    pairs = [(g, w.mT) for g, w in zip(grad_hs, ws, strict=True) if g is not None]
+    if len(pairs) == 1 and grad_rows is None:  # rows leave as they are multiplied
+        h, w = pairs[0]
+    else:
+        parts = [_ops.moe_grouped_matmul(*pair, offsets) for pair in pairs]
+        h, w = reduce(torch.add, parts if grad_rows is None else [grad_rows, *parts]), None
+    return _ops.moe_combine(h, w, None, packed, num_tokens, k, False, *where)[0], None, grad_ws, *[None] * 5
 
 
 def _save_send(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -375,6 +461,7 @@ def _without_tangents(op: str, autograd: Callable[..., Any], keyset: Any, *args:
 _ops: Any = torch.ops.fusedcomm
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., None]]] = {
     "moe_dispatch": (_dispatch, _fake_dispatch, _grad_dispatch, _save_dispatch),
+    "moe_dispatch_matmul": (_dispatch_matmul, _fake_dispatch_matmul, _grad_dispatch_matmul, _save_dispatch_matmul),
     "moe_send": (_send, lambda x, s, r, k, capacity, *_: x.new_empty(capacity, x.shape[1]), _grad_send, _save_send),
     "moe_combine": (_combine, _fake_combine, _grad_combine, _save_combine),
     "moe_grouped_matmul": (

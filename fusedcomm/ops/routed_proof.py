@@ -73,6 +73,7 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     weighed = way.send(x, score.flatten(), k, routing, capacity)
     y, received = way.combine(rows, None, score, routing, k, True)
     multiplied = way.combine(rows, w, score, routing, k, True)[1]
+    _, _, _, products = way.dispatch(x, ids[rank].to(device), experts * size, k, capacity, alignment, [w], 2)
 
     all_rows, all_weighed = torch.zeros(2, size * capacity, columns, dtype=torch.int64, device="cpu").unbind()
     of_all = torch.stack([counts_of(each, experts * size) for each in ids])
@@ -86,6 +87,8 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     block = slice(rank * capacity, (rank + 1) * capacity)
     total = (want * scores[rank][..., None]).sum(1)
     factors = ids[rank].view(tokens, k, 1) % experts + 1
-    wanted = (all_rows[block], all_weighed[block], total, want, want[..., others] * factors)
-    found = rows, weighed, y, received, multiplied
+    of_rows = torch.searchsorted(routing.ends.cpu(), torch.arange(capacity, device="cpu"), right=True)[:, None] + 1
+    want_products = all_rows[block][:, others] * of_rows
+    wanted = all_rows[block], all_weighed[block], total, want, want[..., others] * factors, want_products
+    found = rows, weighed, y, received, multiplied, products
     return [(got, must.to(dtype)) for got, must in zip(found, wanted, strict=True)]

@@ -66,9 +66,11 @@ class Device(NamedTuple):
         """Programs of a persistent kernel, one an SM. All run at the same time.
 
         Copy-outs that wait, or have a matmul beside them, leave half of the SMs. Gathers come after this rank's sends,
-        or engines copy.
+        or engines copy. Rows of experts have an eighth beside a matmul.
         """
-        return max(1, self.num_sms // 2) if kind == "copy-out beside" else self.num_sms
+        rows = self.num_sms // 8
+        shares = {"copy-out beside": self.num_sms // 2, "rows beside": rows, "matmul beside": self.num_sms - rows}
+        return max(1, shares.get(kind, self.num_sms))
 
 
 class Memory(NamedTuple):

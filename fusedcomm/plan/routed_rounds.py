@@ -1,6 +1,7 @@
 """`fused` rounds of a mixture of experts. Their sizes are static: no step depends on counts, which kernels read.
 
 A slot holds the rows of one rank: of its experts in a dispatch, of its choices in a combine, written by their sources.
+A dispatch in pieces has a round for each: one's rows travel while another's are multiplied.
 Where some rank has more choices than a slot has rows, a combine reads its peers' slots. Its reads come before this
 rank's signals of the next round, as in `fusedcomm.memory.workspace`; so they come before any rank writes the slot of
 that parity again, in its own segment or in another.
@@ -12,22 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedcomm.kernels.triton.bundles import Span
+from fusedcomm.kernels.triton.bundles import Piece, Span
 from fusedcomm.plan import launches, tiles
 from fusedcomm.plan.builder import Builder, Given
 from fusedcomm.plan.descriptors import unit
+from fusedcomm.plan.expert_products import send_products, store_products
 from fusedcomm.plan.geometry import payloads
-from fusedcomm.plan.return_products import return_products
-from fusedcomm.plan.routing import ROWS, Routing, packed_shape
-from fusedcomm.plan.schedule import EndRound, Table
+from fusedcomm.plan.routing import ROWS, Routing, cut, packed_shape
+from fusedcomm.plan.schedule import EndRound, Stream, Table
 
+MAIN = Stream.MAIN
 _BLOCK, _EXPERTS, _RETURNED = 128, 64, 64  # that a program takes: choices, experts to count, rows that return
 
 
 def dispatch(
-    s: Builder, x: Tensor, ids: Tensor, *, num_experts: int, k: int, capacity: int, alignment: int
+    s: Builder,
+    x: Tensor,
+    ids: Tensor,
+    *ws: Tensor,
+    num_experts: int,
+    k: int,
+    capacity: int,
+    alignment: int,
+    num_pieces: int = 1,
 ) -> list[Tensor]:
-    """[rows, offsets, routing] of x [T, N] and ids [T * k]. Where the counts' round fails they are zero."""
+    """[rows, offsets, routing] of x [T, H] and ids [T * k], and rows times each of ws [E / R, H, N].
+
+    Where the counts' round fails offsets and routing are zero.
+    """
     ids, num_choices, own = s.contiguous(ids), ids.numel(), num_experts // s.group_size
     packed = s.result(packed_shape(num_choices, num_experts, s.group_size), torch.int64)
     offsets = s.result((own,), torch.int32)
@@ -49,7 +62,23 @@ def dispatch(
             of_rank = routing.kept[s.rank], routing.shifts[s.rank]
             tensors = routing.places, routing.indices, ids, blocks, begins, *of_rank
             _plan(s, "place", num_blocks, *tensors, *sizes, capacity, own, _BLOCK)
-    return [*send(s, x, None, packed, k=k, capacity=capacity), offsets, packed]
+    x, rows = s.contiguous(x), s.result((capacity, x.shape[1]), x.dtype)
+    hs = [s.result((capacity, w.shape[2]), x.dtype) for w in ws]
+    ws = tuple(w if 1 in w.stride()[1:] else s.contiguous(w) for w in ws)
+    first, ends = routing.first[routing.experts(s.rank)], packed[ROWS.ends, :own]
+    pieces = [Piece(own, *each) for each in cut(own, num_pieces)]
+    beside = Stream.SENDS if s.device.is_gpu else MAIN
+    _send(s, x, None, routing, rows, k, pieces[0])
+    for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+        if following is not None:
+            s.join(beside, MAIN)
+        with s.lane("matmul"):
+            store_products(s, hs, rows, ws, first, ends, piece)
+        if following is not None:  # launched behind the matmul, which finds its SMs free
+            with s.on(beside):
+                _send(s, x, None, routing, rows, k, following)
+            s.join(MAIN, beside)
+    return [rows, offsets, packed, *hs]
 
 
 def _plan(s: Builder, name: str, num_programs: int, *arguments: Any) -> None:
@@ -71,17 +100,26 @@ def _tell(s: Builder, own: Tensor, counts: Tensor) -> None:
 
 def send(s: Builder, x: Tensor, scores: Given, packed: Tensor, *, k: int, capacity: int) -> list[Tensor]:
     """[capacity, N]: all ranks' rows of x [T, N], times scores [T * k], for this rank's experts, else zero."""
-    x = s.contiguous(x)
     routing = Routing(packed, s.rank, s.group_size, len(x) * k)
     rows = s.result((capacity, x.shape[1]), x.dtype)
-    with s.lane("push"):
-        tensors = x, _flat(s, scores), routing.places
-        _of_tokens(s, "send_rows", "push", 4, tensors, x, k, capacity)
-    with s.lane("copy"):
-        kind = launches.copy_out(s, 2 * capacity * x.shape[1] * x.itemsize, beside=False, arrived=False)
-        _take(s, kind, rows, routing, scores is not None)
-    s.add(EndRound(by_kernel=True))
+    own = routing.num_experts // s.group_size
+    _send(s, s.contiguous(x), scores, routing, rows, k, Piece(own, 0, own))
     return [rows]
+
+
+def _send(s: Builder, x: Tensor, scores: Given, routing: Routing, rows: Tensor, k: int, piece: Piece) -> None:
+    """A round of the rows of a piece. Those behind the first have a matmul beside them."""
+    capacity = len(rows)
+    beside = piece.begin > 0
+    with s.lane("push"):
+        tensors = x, _flat(s, scores), routing.places, routing.first
+        _of_tokens(s, "send_rows", "rows beside" if beside else "push", 4, tensors, x, k, capacity, piece)
+    with s.lane("copy"):
+        kind = "rows beside"
+        if not beside:
+            kind = launches.copy_out(s, 2 * capacity * x.shape[1] * x.itemsize, beside=False, arrived=False)
+        _take(s, kind, rows, routing, scores is not None, piece)
+    s.add(EndRound(by_kernel=True))
 
 
 def combine(
@@ -117,7 +155,7 @@ def combine(
     else:
         with s.lane("matmul"):
             mine = routing.experts(s.rank)
-            return_products(s, h, w, (routing.first[mine], routing.filled[mine], returns))
+            send_products(s, h, w, routing.first[mine], routing.filled[mine], returns)
     with s.lane("copy"):
         num_bytes = (k + 1 + k * return_received) * y.numel() * h.itemsize
         kind = launches.copy_out(s, num_bytes, beside=False, arrived=False)
@@ -132,13 +170,21 @@ def _flat(s: Builder, scores: Given) -> Given:
 
 
 def _of_tokens(
-    s: Builder, name: str, kind: str, in_sm: int, tensors: Sequence[Given], rows: Tensor, k: int, capacity: int
+    s: Builder,
+    name: str,
+    kind: str,
+    in_sm: int,
+    tensors: Sequence[Given],
+    rows: Tensor,
+    k: int,
+    capacity: int,
+    *others: Piece,
 ) -> None:
     """Launch programs that each take one of the tokens [T, N] after the other."""
     num_tokens, n = rows.shape
     block, num_warps = tiles.rows_config(s.device.architecture, n, rows.itemsize)
     sizes = num_tokens, capacity, n, s.memory.slot_bytes
-    static = k, unit(rows.itemsize, n), block
+    static = k, unit(rows.itemsize, n), block, *others
     arguments = *map(s.optional, tensors), Table(), *sizes, *launches.of_round(s), *static
     _launch(s, name, kind, num_tokens, in_sm, arguments, num_warps)
 
@@ -152,16 +198,16 @@ def _return(s: Builder, rows: Tensor, returns: Tensor) -> None:
     _launch(s, "return_rows", "push", capacity, 4, arguments, num_warps)
 
 
-def _take(s: Builder, kind: str, rows: Tensor, routing: Routing, scored: bool) -> None:
-    """Launch programs that copy the experts' rows out of the slot into a tensor [capacity, N]."""
+def _take(s: Builder, kind: str, rows: Tensor, routing: Routing, scored: bool, piece: Piece) -> None:
+    """Launch programs that copy the piece's rows out of the slot into a tensor [capacity, N]."""
     capacity, n = rows.shape
     config = tiles.copy_config(s.device.architecture, Span(capacity * n, 0, max(n, 1), n, 0), rows.itemsize)
     first, filled = (t[routing.experts(s.rank)] for t in (routing.first, routing.filled))
-    sizes = len(first), capacity, n, s.memory.slot_bytes
-    static = scored, unit(rows.itemsize, n), config, 1 << (len(first) - 1).bit_length()
+    sizes = capacity, n, s.memory.slot_bytes
+    static = scored, unit(rows.itemsize, n), config, piece
     arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *static
     num_tiles = -(-capacity // config.block_runs) * -(-n // config.block_inner)
-    _launch(s, "take_rows", kind, num_tiles, 1, arguments, config.num_warps)
+    _launch(s, "take_rows", kind, num_tiles, 2 if kind == "rows beside" else 1, arguments, config.num_warps)
 
 
 def _launch(
@@ -170,5 +216,7 @@ def _launch(
     """At least one program signals, or ends the round. Those that wait leave room where ranks share a GPU."""
     alone = kind != "copy-out beside" and not s.device.shares_gpu
     num_programs = launches.programs(s, kind, max(1, num_tiles), in_sm if alone else 1)
-    options = {"num_warps": num_warps} | ({"maxnreg": launches.REGISTERS // (in_sm * 32 * 8)} if in_sm > 1 else {})
+    options = {"num_warps": num_warps}
+    if in_sm > 1:
+        options["maxnreg"] = launches.REGISTERS // (in_sm * 32 * max(8, num_warps))
     launches.launch(s, f"token_rows.{name}_kernel", num_programs, arguments, **options)

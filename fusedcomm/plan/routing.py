@@ -16,6 +16,9 @@ from fusedcomm.kernels.triton.bundles import RoutingRows
 
 ROWS = RoutingRows(*range(4), returned=6, counts=7)
 
+LEAST_CUT = 32 << 20  # bytes of rows that take longer than a round more, tens of us (predicted)
+_MOST_COLUMNS = 1 << 14  # the matmul of more loses more by its SMs than there is to hide (predicted)
+
 
 class Run(NamedTuple):
     """Rows of one source for one expert."""
@@ -72,17 +75,22 @@ class Routing:
         found: list[list[int]] = torch.cat([self.kept, self.first[None]]).tolist()
         return found
 
-    def runs(self, src: int, dst: int) -> list[Run]:
-        """The rows of rank src that experts of rank dst have, by expert."""
+    def runs(self, src: int, dst: int, piece: slice = slice(None)) -> list[Run]:
+        """The rows of rank src that experts of rank dst have, by expert; or those of a piece of its experts."""
         *kept, first = self.host_counts
         own, found = self.experts(dst), []
-        start = sum(kept[src][: own.start])
-        for expert in range(own.start, own.stop):
+        start, experts = sum(kept[src][: own.start]), range(own.start, own.stop)
+        for expert in experts:
             num = kept[src][expert]
-            if num:
+            if num and expert in experts[piece]:
                 found.append(Run(first[expert] + sum(each[expert] for each in kept[:src]), start, num))
             start += num
         return found
+
+    def first_row(self, nth: int) -> int | None:
+        """The row where this rank's nth expert begins, on the host; None behind the last."""
+        own = self.experts(self.rank)
+        return self.host_counts[-1][own.start + nth] if nth < own.stop - own.start else None
 
     def slots(self, run: Run | None = None) -> Tensor:
         """This rank's slots of a run, or those without a place."""
@@ -100,6 +108,16 @@ class Routing:
 def bytes_of_rows(capacity: int, n: int, itemsize: int) -> int:
     """Rows [capacity, N], and the row sent and the score of each, by 4 bytes."""
     return -(-capacity * n * itemsize // 4) * 4 + 8 * capacity
+
+
+def num_pieces(experts: int, row_bytes: int, columns: int) -> int:
+    """Of a rank's experts: 2 where half of the rows travel while others become [capacity, columns]."""
+    return 2 if experts > 1 and row_bytes >= LEAST_CUT and columns <= _MOST_COLUMNS else 1
+
+
+def cut(experts: int, num: int) -> list[tuple[int, int]]:
+    """(begin, end) of each piece."""
+    return [(i * experts // num, (i + 1) * experts // num) for i in range(num)]
 
 
 def packed_shape(num_slots: Any, num_experts: int, group_size: int) -> tuple[Any, int]:

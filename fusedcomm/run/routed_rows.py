@@ -8,7 +8,7 @@ needs room for ``capacity`` rows, whatever the number of tokens, which ranks do 
 slots, as those of the own one, end before the round does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fusedcomm.memory.topology import architecture
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import builder, routed_rounds
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
-from fusedcomm.plan.routing import Routing
+from fusedcomm.plan.routing import Routing, cut
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
 
@@ -55,10 +55,13 @@ class Alone:
 
 
 class ByCollective:
-    """``unfused``: the group's own collectives. The host waits for the counts, which all_to_all_single needs."""
+    """``unfused``: the group's own collectives. The host waits for the counts, which all_to_all_single needs.
 
-    def __init__(self, memory: CallMemory) -> None:
-        self.memory, self.ranks = memory, range(memory.group_size)
+    ``cuts``: `pipelined`, experts' matmuls in pieces: one's rows travel while another's are multiplied.
+    """
+
+    def __init__(self, memory: CallMemory, cuts: bool) -> None:
+        self.memory, self.ranks, self.cuts = memory, range(memory.group_size), cuts
 
     def counts(self, own: Tensor) -> Tensor:
         """Every rank's counts, [R, E]."""
@@ -68,38 +71,67 @@ class ByCollective:
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
         """[capacity, H], expert-major: rows of x [T, H], times scores [T * k]. Rows without a slot are zero."""
-        rank = self.memory.rank
-        slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing)])
-        sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
-        received = self._exchange(sent, routing, back=False)
-        rows = self.memory.empty((capacity, x.shape[1]), x.dtype)
-        at = 0
-        for run in (run for src in self.ranks for run in routing.runs(src, rank)):
-            rows[run.row :][: run.num] = received[at : at + run.num]
-            at += run.num
-        return _without_gaps(rows, routing)
+        return self.dispatch(x, scores, [], k, routing, capacity)[0]
+
+    def dispatch(
+        self, x: Tensor, scores: Tensor | None, ws: Sequence[Tensor], k: int, routing: Routing, capacity: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The rows, and the rows times each of ``ws`` [E / R, H, N]."""
+        rows = _without_gaps(self.memory.empty((capacity, x.shape[1]), x.dtype), routing)
+        pieces, begun = self._pieces(routing, ws), []
+        for piece in pieces:
+            slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing, piece)])
+            sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
+            begun.append(self._exchange(sent, routing, piece, back=False))
+        products: list[list[Tensor]] = [[] for _ in ws]
+        for piece, (received, work) in zip(pieces, begun, strict=True):
+            work.wait()
+            runs = [run for src in self.ranks for run in routing.runs(src, self.memory.rank, piece)]
+            for run, part in zip(runs, received.split([run.num for run in runs]), strict=True):
+                rows[run.row :][: run.num] = part
+            for w, parts in zip(ws, products, strict=True):
+                parts.append(_of_piece(rows, w, routing, piece))
+        return rows, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in products]
 
     def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
         """[slots, N]: the row of each slot of ``h`` [capacity, H], times its expert's w. Without a place it is zero."""
         rank = self.memory.rank
-        rows = h if w is None else grouped_matmul(h, w, routing.ends)
-        runs = [rows[run.row :][: run.num] for src in self.ranks for run in routing.runs(src, rank)]
-        received = self._exchange(torch.cat([rows[:0], *runs]), routing, back=True)
+        pieces, begun = self._pieces(routing, () if w is None else (w,)), []
+        for piece in pieces:
+            rows = h if w is None else _of_piece(h, w, routing, piece)
+            before = 0 if w is None else routing.first_row(piece.start) or 0
+            runs = [run for src in self.ranks for run in routing.runs(src, rank, piece)]
+            sent = torch.cat([rows[:0], *(rows[run.row - before :][: run.num] for run in runs)])
+            begun.append(self._exchange(sent, routing, piece, back=True))
         found = _missing_zero(self.memory, routing, rows)
-        return found.index_copy_(0, torch.cat([routing.order[:0], *self._slots(routing)]), received)
+        for piece, (received, work) in zip(pieces, begun, strict=True):
+            work.wait()
+            found.index_copy_(0, torch.cat([routing.order[:0], *self._slots(routing, piece)]), received)
+        return found
 
-    def _slots(self, routing: Routing) -> list[Tensor]:
-        return [routing.slots(run) for dst in self.ranks for run in routing.runs(self.memory.rank, dst)]
+    def _pieces(self, routing: Routing, ws: Sequence[Tensor]) -> list[slice]:
+        return [
+            slice(*each) for each in cut(routing.num_experts // self.memory.group_size, 2 if self.cuts and ws else 1)
+        ]
 
-    def _exchange(self, rows: Tensor, routing: Routing, *, back: bool) -> Tensor:
+    def _slots(self, routing: Routing, piece: slice) -> list[Tensor]:
+        return [routing.slots(run) for dst in self.ranks for run in routing.runs(self.memory.rank, dst, piece)]
+
+    def _exchange(self, rows: Tensor, routing: Routing, piece: slice, *, back: bool) -> tuple[Tensor, dist.Work]:
+        """What comes for ``rows``, and the wait for it."""
         rank = self.memory.rank
-        sent = [sum(run.num for run in routing.runs(rank, dst)) for dst in self.ranks]
-        received = [sum(run.num for run in routing.runs(src, rank)) for src in self.ranks]
+        sent = [sum(run.num for run in routing.runs(rank, dst, piece)) for dst in self.ranks]
+        received = [sum(run.num for run in routing.runs(src, rank, piece)) for src in self.ranks]
         if back:
             sent, received = received, sent
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, received, sent, group=group.find(self.memory.group_name))
-        return out
+        out, of = rows.new_empty(sum(received), *rows.shape[1:]), group.find(self.memory.group_name)
+        return out, dist.all_to_all_single(out, rows, received, sent, group=of, async_op=True)
+
+
+def _of_piece(rows: Tensor, w: Tensor, routing: Routing, piece: slice) -> Tensor:
+    """Rows of a piece's experts times their w, those behind the last expert's too."""
+    begin, end = routing.first_row(piece.start) or 0, routing.first_row(piece.stop)
+    return grouped_matmul(rows[begin:end], w[piece], routing.ends[piece] - begin)
 
 
 class ByKernels:
@@ -111,10 +143,21 @@ class ByKernels:
         self.memory = self.workspace = workspace
         self.op, self.fingerprint = op, fingerprint
 
-    def dispatch(self, x: Tensor, ids: Tensor, num_experts: int, k: int, capacity: int, alignment: int) -> list[Tensor]:
-        """[rows, offsets, routing]."""
+    def dispatch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        num_experts: int,
+        k: int,
+        capacity: int,
+        alignment: int,
+        ws: Sequence[Tensor] = (),
+        num_pieces: int = 1,
+    ) -> list[Tensor]:
+        """[rows, offsets, routing], and the rows times each of ``ws`` [E / R, H, N]."""
         facts = {"num_experts": num_experts, "k": k, "capacity": capacity, "alignment": alignment}
-        return self._run(routed_rounds.dispatch, x, ids, **facts)
+        facts["num_pieces"] = num_pieces
+        return self._run(routed_rounds.dispatch, x, ids, *ws, **facts)
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
         return self._run(routed_rounds.send, x, scores, routing.packed, k=k, capacity=capacity)[0]
@@ -240,6 +283,8 @@ def weighed(received: Tensor, scores: Tensor | None, memory: CallMemory) -> Tens
 
 def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None) -> Tensor:
     """[rows, N]: each group of rows of ``h`` [rows, K] times its w of [E, K, N]; zero behind the last end."""
+    if 0 in (*h.shape, w.shape[2]):
+        return h.new_zeros(h.shape[0], w.shape[2]) if out is None else out.zero_()
     if _torch_takes(h, w):
         w = w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
         found = torch.nn.functional.grouped_mm(h.contiguous(), w, offs=ends)

@@ -127,6 +127,14 @@ class RoutingRows(NamedTuple):
     counts: int  # R rows, then R of kept counts, first and filled rows, R of shifts, places, indices
 
 
+class Piece(NamedTuple):
+    """PIECE: some of each rank's experts."""
+
+    experts: int  # of a rank
+    begin: int
+    end: int
+
+
 class Scaled(NamedTuple):
     """TRAITS.scaled: which elements of float8 operands share a scale."""
 

@@ -1,4 +1,4 @@
-"""Matmul of experts' rows that stores each row straight into the slot of the rank whose choice it is."""
+"""Matmul of experts' rows, stored where they are, or each straight into the slot of the rank whose choice it is."""
 
 import triton
 import triton.language as tl
@@ -45,14 +45,63 @@ def _multiply(h, w, tile, sizes, TILE: tl.constexpr, TRAITS: tl.constexpr):
     return matmul_tile(operands, sizes.K, sizes.K, sizes, TILE, TRAITS)
 
 
+@triton.jit
+def _store_products(
+    h,  # [capacity, K], descriptor or pointer, as in Operands
+    w,  # [experts, K, N]
+    first_ptr,  # [experts], the rows where experts begin, and
+    filled_ptr,  # end
+    out,  # pointer to [capacity, N], or to this rank's slot with
+    returns_ptr,  # [capacity], by slot_places.return_kernel
+    segments_ptr,  # [R] addresses of the ranks' segments, or None
+    segment,  # this rank's
+    sizes,
+    num_experts,
+    rank,
+    LAYOUT: tl.constexpr,
+    TILE: tl.constexpr,
+    TRAITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Store h[rows of e] @ w[e] of each expert e where returns say, or in the same rows of ``out``."""
+    tl.assume(sizes.K > 0)
+    capacity = sizes.M
+    ITEMSIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    num_n = tl.cdiv(sizes.N, TILE.block_n)
+    experts = tl.arange(0, EXPERTS)
+    first, end = _rows_of(first_ptr, filled_ptr, experts, experts < num_experts, capacity)
+    ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)
+    begin_tile = 0 if returns_ptr is None else first_of_rank(tl.max(ends, axis=0), rank, LAYOUT)
+    num_programs = tl.num_programs(0)
+    columns = Span(sizes.N, 0, sizes.N, 0, 0)
+    stored_tile = tl.program_id(0) - num_programs
+    # As in push_matmul_kernel: flattened, and the stored tile is found again.
+    for tile in tl.range(tl.program_id(0), tl.max(ends, axis=0), num_programs, flatten=TRAITS.by_tma):
+        found = _find(tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE)
+        acc = _multiply(h, w, found, sizes, TILE, TRAITS)
+        stored_tile += num_programs
+        _, i, i_end, tile_n = _find(stored_tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE)
+        rows = i + tl.arange(0, TILE.block_m)
+        if returns_ptr is None:
+            there, to = rows < i_end, rows.to(tl.int64) * sizes.N
+        else:
+            places = tl.load(returns_ptr + rows, rows < i_end, other=-1)
+            there = places >= 0
+            apart = tl.load(segments_ptr + (places >> 32), there, other=0) - segment
+            to = (apart // ITEMSIZE + (places & MASK_32) * sizes.N) // ALIGNED * ALIGNED
+        j = tile_n * TILE.block_n
+        store_tile(acc, out, to, there, j, j, sizes.N, None, None, 0, columns, 2, TILE.halves)
+
+
 @triton.jit(do_not_specialize=["num_experts", "fingerprint", "rank"])
 def grouped_matmul_kernel(
-    h,  # [capacity, K], descriptor or pointer, as in Operands
-    w,  # [E / R, K, N]
-    first_ptr,  # [E / R], the rows where this rank's experts begin, and
-    filled_ptr,  # end
-    returns_ptr,  # [capacity], by slot_places.return_kernel
-    segments_ptr,  # [R] addresses of the ranks' segments
+    h,
+    w,
+    first_ptr,
+    filled_ptr,
+    returns_ptr,
+    segments_ptr,
     sizes,
     num_experts,
     fingerprint,
@@ -67,31 +116,58 @@ def grouped_matmul_kernel(
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol.
     """
-    tl.assume(sizes.K > 0)
-    sizes, capacity = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
+    sizes, _ = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     DTYPE: tl.constexpr = h.dtype if TRAITS.by_tma else h.dtype.element_ty
-    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
     slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
-    num_n = tl.cdiv(sizes.N, TILE.block_n)
-    experts = tl.arange(0, EXPERTS)
-    first, end = _rows_of(first_ptr, filled_ptr, experts, experts < num_experts, capacity)
-    ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)
-    begin_tile = first_of_rank(tl.max(ends, axis=0), rank, LAYOUT)
-    num_programs = tl.num_programs(0)
-    columns = Span(sizes.N, 0, sizes.N, 0, 0)
-    stored_tile = tl.program_id(0) - num_programs
-    # As in push_matmul_kernel: flattened, and the stored tile is found again.
-    for tile in tl.range(tl.program_id(0), tl.max(ends, axis=0), num_programs, flatten=TRAITS.by_tma):
-        found = _find(tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE)
-        acc = _multiply(h, w, found, sizes, TILE, TRAITS)
-        stored_tile += num_programs
-        _, i, i_end, tile_n = _find(stored_tile, begin_tile, ends, first_ptr, filled_ptr, num_n, capacity, TILE)
-        rows = i + tl.arange(0, TILE.block_m)
-        places = tl.load(returns_ptr + rows, rows < i_end, other=-1)
-        there = places >= 0
-        apart = tl.load(segments_ptr + (places >> 32), there, other=0) - round.segment
-        to = (apart // ITEMSIZE + (places & MASK_32) * sizes.N) // ALIGNED * ALIGNED
-        j = tile_n * TILE.block_n
-        store_tile(acc, slot, to, there, j, j, sizes.N, None, None, 0, columns, 2, TILE.halves)
+    _store_products(
+        h, w, first_ptr, filled_ptr, slot, returns_ptr, segments_ptr, round.segment, sizes, num_experts, rank,
+        LAYOUT, TILE, TRAITS, ALIGNED, EXPERTS,
+    )  # fmt: skip
     report_all(round, LAYOUT)
+
+
+@triton.jit
+def experts_matmul_kernel(
+    out_ptr,  # [capacity, N], contiguous
+    rows_ptr,  # [capacity, K], contiguous
+    h,  # the same, as in Operands
+    w,  # [experts of the piece, K, N]
+    first_ptr,  # [PIECE.experts], the rows where experts begin, and
+    ends_ptr,  # end, with those that align
+    sizes,
+    TILE: tl.constexpr,
+    TRAITS: tl.constexpr,
+    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,  # elements of a row behind all experts'
+):
+    """out = rows @ w[e] of each expert e's rows; behind the last expert zero, or NaN where the rows are."""
+    sizes, capacity = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
+    NUM: tl.constexpr = PIECE.end - PIECE.begin
+    _store_products(
+        h,
+        w,
+        first_ptr + PIECE.begin,
+        ends_ptr + PIECE.begin,
+        out_ptr,
+        None,
+        None,
+        None,
+        sizes,
+        NUM,
+        0,
+        None,
+        TILE,
+        TRAITS,
+        1,
+        triton.next_power_of_2(NUM),
+    )
+    if PIECE.end == PIECE.experts:
+        columns = tl.arange(0, BLOCK)
+        end = tl.maximum(tl.load(ends_ptr + PIECE.experts - 1), 0).to(tl.int32)
+        for row in range(end + tl.program_id(0), capacity, tl.num_programs(0)):
+            at = tl.cast(row, tl.int64)
+            value = tl.load(rows_ptr + at * sizes.K)
+            values = tl.zeros((BLOCK,), value.dtype) + tl.where(value == value, 0, value).to(value.dtype)
+            for j in range(0, sizes.N, BLOCK):
+                tl.store(out_ptr + at * sizes.N + j + columns, values, j + columns < sizes.N)

@@ -3,8 +3,9 @@
 A place is rank * capacity + row, or -1 where a token's choice has no row. The slot of a round is one block of rows,
 [capacity, N]. In a dispatch they are those of the owner's experts: a token's row goes to a rank once, to the first of
 its rows there. Behind the block is the number of that row for each of them, int32 [capacity], and its score, float32
-[capacity]. In a combine they are those of the owner's choices, by index; where a rank has more than fit, as all ranks
-know, each rank's rows stay in its own slot instead.
+[capacity]. A PIECE of a dispatch has some of each rank's experts and a round of its own; a row that came in an earlier
+piece is not sent again. In a combine they are those of the owner's choices, by index; where a rank has more than fit,
+as all ranks know, each rank's rows stay in its own slot instead.
 """
 
 import triton
@@ -47,6 +48,17 @@ def first_of_rank(num, rank, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _of_piece(first_ptr, capacity, PIECE: tl.constexpr):
+    """(first row, row before which they end) of the experts of a piece, from the first rows of their rank's experts."""
+    begin, end = 0, capacity
+    if PIECE.begin > 0:
+        begin = tl.minimum(tl.maximum(tl.load(first_ptr + PIECE.begin), 0), capacity).to(tl.int32)
+    if PIECE.end < PIECE.experts:
+        end = tl.minimum(tl.load(first_ptr + PIECE.end), capacity).to(tl.int32)
+    return begin, end
+
+
+@triton.jit
 def _sent(sent_ptr, tile, tiles_in_row, capacity, RUNS: tl.constexpr):
     """The row of the source for each row of a tile. One that nobody has noted may be any number."""
     rows = tile // tl.maximum(tiles_in_row, 1) * RUNS + tl.arange(0, RUNS)
@@ -59,29 +71,30 @@ def _copy_rows(
     source,
     sent_ptr,  # [capacity], the row of source for each row
     scores_ptr,  # [capacity], or None
-    first_ptr,  # [E], the rows where experts begin, and
-    filled_ptr,  # [E], end
-    num_experts,
+    first_ptr,  # [PIECE.experts], the rows where experts begin, and
+    filled_ptr,  # end
     capacity,
     N,
     FILL: tl.constexpr,
     TILE: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     """to[row] = source[sent[row]] * scores[row], rounded once, of [capacity, N] for the experts' rows, FILL for others,
-    or with source None for all.
+    or with source None for all. Rows of earlier pieces are read from ``to``.
     """
+    begin, end = _of_piece(first_ptr, capacity, PIECE)
     tiles_in_row = tl.cdiv(N, TILE.block_inner)
-    experts = tl.arange(0, EXPERTS)
-    first = tl.load(first_ptr + experts, experts < num_experts, other=0)
-    filled = tl.load(filled_ptr + experts, experts < num_experts, other=0)
-    num_tiles = tl.cdiv(capacity, TILE.block_runs) * tiles_in_row
-    sent = _sent(sent_ptr, tl.program_id(0), tiles_in_row, capacity, TILE.block_runs)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    first_tile = begin // TILE.block_runs * tiles_in_row + tl.program_id(0)
+    experts = tl.arange(0, triton.next_power_of_2(PIECE.experts))
+    first = tl.load(first_ptr + experts, experts < PIECE.experts, other=0)
+    filled = tl.load(filled_ptr + experts, experts < PIECE.experts, other=0)
+    num_tiles = tl.cdiv(end, TILE.block_runs) * tiles_in_row
+    sent = _sent(sent_ptr, first_tile, tiles_in_row, capacity, TILE.block_runs)
+    for tile in range(first_tile, num_tiles, tl.num_programs(0)):
         ahead = _sent(sent_ptr, tile + tl.num_programs(0), tiles_in_row, capacity, TILE.block_runs)
         rows = tile // tiles_in_row * TILE.block_runs + tl.arange(0, TILE.block_runs)
         columns = tile % tiles_in_row * TILE.block_inner + tl.arange(0, TILE.block_inner)
-        mask = (rows < capacity)[:, None] & (columns < N)[None, :]
+        mask = ((rows >= begin) & (rows < end))[:, None] & (columns < N)[None, :]
         at = rows.to(tl.int64)[:, None] * N + columns[None, :]
         if source is None:
             tl.store(
@@ -91,7 +104,11 @@ def _copy_rows(
             owned = (rows[:, None] >= first[None, :]) & (rows[:, None] < filled[None, :])
             is_sent = (tl.max(owned.to(tl.int32), axis=1) != 0) & (sent >= 0) & (sent < capacity)
             there = mask & is_sent[:, None]
-            value = tl.load(source + sent.to(tl.int64)[:, None] * N + columns[None, :], there, other=0)
+            came = sent.to(tl.int64)[:, None] * N + columns[None, :]
+            value = tl.load(source + came, there & (sent >= begin)[:, None], other=0)
+            if PIECE.begin > 0:
+                is_earlier = (sent < begin)[:, None]
+                value = tl.where(is_earlier, tl.load(to + came, there & is_earlier, other=0), value)
             if scores_ptr is not None:
                 score = tl.load(scores_ptr + rows, is_sent, other=0)
                 value = rounded(value.to(tl.float32) * score[:, None], to.dtype.element_ty)
@@ -104,6 +121,7 @@ def send_rows_kernel(
     x_ptr,  # [T, N], contiguous
     scores_ptr,  # [T * K], or None
     places_ptr,  # [T * K]
+    first_ptr,  # [R * PIECE.experts], the rows where all ranks' experts begin
     segments_ptr,  # [R] addresses of the ranks' segments
     num_tokens,
     capacity,
@@ -115,9 +133,10 @@ def send_rows_kernel(
     K: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """Store x[i // K] at the first place of i's token on each rank, a note with scores[i] for each choice i, and signal
-    every rank.
+    """Store x[i // K] at the first place of i's token on each rank, a note with scores[i] for each choice i of the
+    piece, and signal every rank.
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol.
     """
@@ -135,7 +154,8 @@ def send_rows_kernel(
             for choice in range(K):
                 i = wide * K + choice
                 dst_rank, at, there = _place(places_ptr, i, capacity, LAYOUT.group_size)
-                if there:
+                piece_begin, piece_end = _of_piece(first_ptr + dst_rank * PIECE.experts, capacity, PIECE)
+                if there & (at >= piece_begin) & (at < piece_end):
                     segment, here = tl.load(segments_ptr + dst_rank), tl.cast(dst_rank, tl.int64) * capacity
                     rows = tl.where((places >= here) & (places < here + capacity), places - here, at)
                     first = tl.min(rows, axis=0)
@@ -150,13 +170,12 @@ def send_rows_kernel(
     report_all(round, LAYOUT)
 
 
-@triton.jit(do_not_specialize=["num_experts", "capacity", "fingerprint", "rank"])
+@triton.jit(do_not_specialize=["capacity", "fingerprint", "rank"])
 def take_rows_kernel(
     rows_ptr,  # [capacity, N], contiguous
     first_ptr,
     filled_ptr,
     segments_ptr,  # [R] addresses of the ranks' segments
-    num_experts,
     capacity,
     N,
     slot_bytes,
@@ -166,9 +185,9 @@ def take_rows_kernel(
     SCORED: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    """Copy the experts' rows out of the slot by their notes, with SCORED times their scores, and make others zero.
+    """Copy the rows of a piece out of the slot by their notes, with SCORED times their scores, and make others zero.
 
     The kernel waits, bounded, for the signal of each src_rank's send_rows_kernel, and ends the round. On failure it
     writes NaN.
@@ -181,10 +200,10 @@ def take_rows_kernel(
         slot = slot_of(round.segment, round.epoch, slot_bytes, LAYOUT, dtype)
         sent, scores = _notes(round.segment, round.epoch, capacity, N, slot_bytes, LAYOUT, dtype)
         scores = scores if SCORED else None
-        _copy_rows(rows_ptr, slot, sent, scores, first_ptr, filled_ptr, num_experts, capacity, N, 0, TILE, EXPERTS)
+        _copy_rows(rows_ptr, slot, sent, scores, first_ptr, filled_ptr, capacity, N, 0, TILE, PIECE)
     if must_poison(round, failed, LAYOUT):
         nan: tl.constexpr = float("nan")
-        _copy_rows(rows_ptr, None, None, None, first_ptr, filled_ptr, num_experts, capacity, N, nan, TILE, EXPERTS)
+        _copy_rows(rows_ptr, None, None, None, first_ptr, filled_ptr, capacity, N, nan, TILE, PIECE)
     end_round(round)
 
 

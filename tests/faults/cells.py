@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tests.faults import prepared_calls
-from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, SCALED
+from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, PRODUCTS, SCALED
 from tests.faults.steps import CALL, CALLS, CHUNKED, FIRST, FIRST_CALL, GROWTH, LATER_CALL, ROWS, STOPPING
 from tests.helpers.problems import OPS
 
@@ -75,8 +75,8 @@ class Cell:
             return False
         if self.op == "matmul_all_reduce":  # the second round is still to come
             return self.step != "launch-unpack"
-        if self.op == DISPATCH:
-            return self.step != "launch-take_rows"
+        if self.op == DISPATCH:  # so is the second piece
+            return True
         receives = (f"launch-{each}" for each in ("reduce", "reduce_norm", "unpack", "gather_matmul", "add_rows"))
         return self.step not in ("wait", "read", "rows", "end", *receives)
 
@@ -128,12 +128,14 @@ _PAIRS = (
     ("pipelined", _by_group, False),
     ("chunked", prepared_calls.faults_and_steps, True),
 )
+_OF_PIECES = ("send_rows", "take_rows", "experts_matmul")
 _OF_ROWS = ("enter", "signal", "wait", *ROWS, "end")
 _OTHERS: dict[str, dict[str, Iterable[str]]] = {  # steps of ops that share the protocol of the five
     **{op: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-reduce_norm", "end")} for op in NORMS},
     SCALED: {"chunked": CHUNKED, "fused": ("launch-pack", "launch-gather_matmul", "end")},
-    DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", "launch-send_rows", "launch-take_rows")},
+    DISPATCH: {"chunked": _OF_ROWS, "fused": ("launch-pack", *(f"launch-{each}" for each in _OF_PIECES))},
     COMBINE: {"chunked": _OF_ROWS, "fused": ("launch-return_rows", "launch-add_rows")},
+    PRODUCTS: {"fused": ("launch-grouped_matmul",)},
 }
 CELLS = (
     *(

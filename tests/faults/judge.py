@@ -176,7 +176,7 @@ def _peer_error(cell: Cell, error: CallOutcome, must: str | None) -> Iterator[st
         yield f"must raise {must or 'a PeerError'}, got {_said(error)}"
         return
     together = cell.first_call or cell.grows
-    rounds = 2 if error.called in ("matmul_all_reduce", DISPATCH) else 1
+    rounds = {"matmul_all_reduce": 2, DISPATCH: 3}.get(error.called, 1)
     epochs = range(0 if together else error.epoch_before + 1, error.epoch_before + rounds + 1)
     if error.op not in ((error.called, VOTE) if cell.step in (*FIRST, FIRST_CALL) else (error.called,)):
         yield f"its op must be {error.called}, got {error.op}"

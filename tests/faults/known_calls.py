@@ -1,7 +1,8 @@
 """Calls with known results, and guarded memory around them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 import fusedcomm
 from fusedcomm.memory.segment import NUM_SLOTS
 from fusedcomm.memory.workspace import Workspace
+from fusedcomm.ops import routed
 from fusedcomm.ops.exact_problem import NormProblem, ScaledProblem, difference
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from tests.helpers.problems import Problem, expected, integers
@@ -28,7 +30,7 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_all_reduce": (None, None),
 }
 NORMS, SCALED = ("matmul_all_reduce_norm", "matmul_reduce_scatter_norm"), "scaled_all_gather_matmul"
-DISPATCH, COMBINE = "moe_dispatch", "moe_combine"
+DISPATCH, COMBINE, PRODUCTS = "moe_dispatch_matmul", "moe_combine", "grouped_matmul_combine"
 PATTERN = 0x5A
 BAND = 64  # elements
 
@@ -42,6 +44,11 @@ class KnownCall:
     size: tuple[int, int, int] = SMALL
     dtype: torch.dtype = torch.float32
     seed: int = 0
+
+    @property
+    def called(self) -> str:
+        """The torch op."""
+        return COMBINE if self.op == PRODUCTS else self.op
 
     @property
     def problem(self) -> Problem:
@@ -65,7 +72,7 @@ class KnownCall:
     def inputs(self, rank: int) -> tuple[Tensor, Tensor]:
         if self.op == DISPATCH:
             return self.tokens.xs[rank].to(self.dtype), self.tokens.ids[rank]
-        if self.op == COMBINE:
+        if self.called == COMBINE:
             ids, case = [each.flatten() for each in self.tokens.ids], self.tokens.case
             routing = routings(ids, case.k, self.tokens.num_experts, self.tokens.capacity)[rank]
             return self.tokens.rows(rank)[0].to(self.dtype), routing
@@ -79,10 +86,15 @@ class KnownCall:
 
     def run(self, x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
         """``w``: the experts of a dispatch's x, or the routing of a combine's."""
-        if self.op == DISPATCH:
-            return fusedcomm.moe_dispatch(x, w, self.tokens.num_experts, self.tokens.capacity, group)[0]
-        if self.op == COMBINE:
-            scores = self.tokens.scores[dist.get_rank(group)].to(self.dtype)
+        if self.op in (DISPATCH, COMBINE, PRODUCTS):
+            rank, own, tokens = dist.get_rank(group), self.tokens.case.own, self.tokens
+            experts, scores = (t.to(self.dtype) for t in (tokens.w[rank * own :][:own], tokens.scores[rank]))
+            with mock.patch.object(routed, "num_pieces", return_value=2):
+                if self.op == DISPATCH:
+                    facts = tokens.num_experts, tokens.capacity, group
+                    return cast(Tensor, fusedcomm.dispatch_grouped_matmul(x, w, experts, *facts)[0])
+            if self.op == PRODUCTS:
+                return fusedcomm.grouped_matmul_combine(x, experts, w, scores, group)
             return fusedcomm.moe_combine(x, w, scores, group)
         if self.op in NORMS:
             rank, problem = dist.get_rank(group), self.norm
@@ -104,9 +116,10 @@ class KnownCall:
         if self.op == SCALED:
             return difference(result, self.scaled.results()[rank].to(self.dtype))
         if self.op == DISPATCH:
-            return difference(result, self.tokens.rows(rank)[0].to(self.dtype))
-        if self.op == COMBINE:
-            want = self.tokens.ys(self.tokens.xs, self.tokens.scores, None)[rank]
+            return difference(result, self.tokens.products(rank).to(self.dtype))
+        if self.called == COMBINE:
+            w = self.tokens.w if self.op == PRODUCTS else None
+            want = self.tokens.ys(self.tokens.xs, self.tokens.scores, w)[rank]
             return difference(result, want.to(self.dtype))
         return difference(result, expected(self.problem, self.group_size, self.dtype, self.seed)[rank])
 

@@ -156,7 +156,7 @@ class _Rank:
     def _attempt(self, call: KnownCall, index: int) -> CallOutcome:
         """One call, with the fault in it if it is the victim's first one."""
         x, w = (self.guarded.copy_of(t) for t in call.inputs(self.rank))
-        facts: dict[str, Any] = {"called": call.op, "epoch_before": self._epoch(), "index": index}
+        facts: dict[str, Any] = {"called": call.called, "epoch_before": self._epoch(), "index": index}
         if self.cell.prepared and index == 0:
             prepared_calls.line_up(self._workspaces()[0], self.cell.step, self.cell.victim, MEET_S)
         meets_fault = self.is_victim and index == 0 and self.cell.fault in INJECTIONS

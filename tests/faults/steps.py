@@ -52,6 +52,7 @@ FUSED = {
             ("reduce_norm", "reduce_norm", "reduce_norm_kernel"),
             ("unpack", "copy", "unpack_kernel"),
             *((name, "token_rows", f"{name}_kernel") for name in ("send_rows", "take_rows", "return_rows", "add_rows")),
+            *((name, "grouped_matmul", f"{name}_kernel") for name in ("grouped_matmul", "experts_matmul")),
         )
     },
     "signal": "fusedcomm.kernels.triton.rounds:signal",

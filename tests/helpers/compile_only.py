@@ -41,6 +41,7 @@ NUM_SMS = 132
 ARCHITECTURES = (80, 90, 100)
 # programs; others: 1
 IN_SM = {"reduce_kernel": 2, "norm_kernel": 2, "send_rows_kernel": 4, "return_rows_kernel": 4, "add_rows_kernel": 2}
+IN_SM |= {"take_rows_kernel": 2}  # of a piece
 
 WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16"}  # in bytes; words of the protocol are b64
 COUNTED = {
@@ -249,11 +250,12 @@ def token_rows(
     run_kernel(kernel, routed_rounds.combine, MetaWorkspace(), 1, rows, w, weights, packed, k=k, **facts)
 
 
-def places(kernel: str) -> None:
-    """Launch one of the kernels that place these tokens."""
-    ids, x = (torch.empty(*shape, dtype=torch.int64, device="meta") for shape in ((8192 * 8,), (8192, 0)))
-    facts = {"num_experts": 64, "k": 8, "capacity": 16384, "alignment": 8}
-    run_kernel(kernel, routed_rounds.dispatch, MetaWorkspace(), 1, x, ids, **facts)
+def dispatch(kernel: str, n: int = 4096, dtype: torch.dtype = torch.bfloat16, transposed: bool = False) -> None:
+    """Launch one of the kernels that place these tokens, or send and multiply their second piece."""
+    ids, x = torch.empty(8192 * 8, dtype=torch.int64, device="meta"), torch.empty(8192, n, dtype=dtype, device="meta")
+    w = torch.empty(64 // GROUP_SIZE, n, n, dtype=dtype, device="meta")
+    facts = {"num_experts": 64, "k": 8, "capacity": 16384, "alignment": 8, "num_pieces": 2}
+    run_kernel(kernel, routed_rounds.dispatch, MetaWorkspace(), 1, x, ids, w.mT if transposed else w, **facts)
 
 
 def finish() -> None:
@@ -311,9 +313,13 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"{kernel} fp32 odd", partial(token_rows, kernel.replace(" ", "_"), 4100, torch.float32, scores=False)
     for n in (4096, 4104, 4099):
         yield f"grouped matmul transposed {n}", partial(token_rows, "grouped_matmul", n, transposed=True)
+    yield "grouped matmul stored", partial(dispatch, "experts_matmul", transposed=True)
+    yield "grouped matmul stored odd", partial(dispatch, "experts_matmul", 4099)
+    yield "grouped matmul stored fp32 odd", partial(dispatch, "experts_matmul", 4100, torch.float32)
+    yield from ((f"{kernel} rows of a piece", partial(dispatch, f"{kernel}_rows")) for kernel in ("send", "take"))
     yield "return choices", partial(token_rows, "return")
     yield from (
-        (f"{kernel} choices", partial(places, kernel)) for kernel in ("count", "scan", "plan", "shift", "place")
+        (f"{kernel} choices", partial(dispatch, kernel)) for kernel in ("count", "scan", "plan", "shift", "place")
     )
     yield "finish", finish
     yield "wait source", lambda: launch_now.wait_source(0, MetaWorkspace(), 1)

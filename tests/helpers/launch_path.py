@@ -225,17 +225,20 @@ def experts(path: LaunchPath) -> Iterator[dict[str, Any]]:
     ops, where = torch.ops.fusedcomm, (GROUP_SIZE, dist.group.WORLD.group_name)
     x, ids = torch.empty(num_tokens, width, dtype=torch.bfloat16), torch.zeros(num_tokens, k, dtype=torch.int64)
     w, scores = torch.empty(2, width, width, dtype=torch.bfloat16), torch.ones(num_tokens, k)
-    with member(path) as workspace, fusedcomm.force_algorithm("fused", strict=True), path.gpu.kept():
+    cuts = mock.patch.object(routed, "num_pieces", return_value=2)
+    with member(path) as workspace, fusedcomm.force_algorithm("fused", strict=True), path.gpu.kept(), cuts:
         path.gpu.know((x, ids, w, scores))
         rows, _, routing = ops.moe_dispatch(x, ids, num_experts, capacity, 1, *where)
         path.gpu.know((rows, routing))
         for name, call in {
             "dispatch": partial(ops.moe_dispatch, x, ids, num_experts, capacity, 1),
+            "dispatch of products": partial(ops.moe_dispatch_matmul, x, ids, [w], num_experts, capacity, 1),
             "combine": partial(ops.moe_combine, rows, None, scores, routing, num_tokens, k, False),
             "combine of products": partial(ops.moe_combine, rows, w, scores, routing, num_tokens, k, True),
             "gradient": partial(ops.moe_send, x, scores, routing, k, capacity),
         }.items():
-            yield path.case(name, partial(call, *where)) | {"epochs": workspace.epoch}
+            sends = workspace.streams[0].cuda_stream
+            yield path.case(name, partial(call, *where)) | {"epochs": workspace.epoch, "sends": sends}
 
 
 def _facts(op: str, dtype: str, algorithm: str, by_product: bool, num_ws: int, workspace: Workspace) -> dict[str, Any]:

@@ -21,14 +21,15 @@ def run_kernel(
     *tensors: Tensor | None,
     **facts: Any,
 ) -> list[Tensor]:
-    """The results of a program of `fusedcomm.plan.routed_rounds` of which these kernels run alone."""
+    """The results of a program of `fusedcomm.plan.routed_rounds` of which these kernels run alone, for a last piece."""
     kernels = [f"{name}_kernel" for name in names.split()]
     layouts = [None if t is None else layout_of(t) for t in tensors]
     s = Builder(workspace.memory_facts(), workspace.device_facts(), layouts)
     schedule = s.finish(*program(s, *s.inputs, **facts))
     launches = (step for step in schedule.steps if isinstance(step.work, Launch))
-    steps = [step for step in launches if step.work.kernel.split(".")[1] in kernels]
-    return python_executor.run(replace(schedule, steps=tuple(steps)), workspace, "", fingerprint, tensors)
+    steps = {step.work.kernel.split(".")[1]: step for step in launches}
+    of = tuple(step for name, step in steps.items() if name in kernels)
+    return python_executor.run(replace(schedule, steps=of), workspace, "", fingerprint, tensors)
 
 
 def routings(ids: list[Tensor], k: int, num_experts: int, capacity: int, alignment: int = 1) -> list[Tensor]:

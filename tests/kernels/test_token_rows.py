@@ -25,29 +25,29 @@ from tests.ops.test_moe import Case, Problem
 NUM_CALLS = 2
 
 
-def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
-    """A dispatch and a combine; rows, sums, offsets and the routing."""
+def program(gpus: Gpus, workspace: Workspace, problem: Problem, pieces: int) -> list[Tensor]:
+    """A dispatch with products, and combines; rows, sums, offsets, the routing and products."""
     case, rank = problem.case, workspace.rank
     x, scores = problem.xs[rank].flatten(0, 1).to(case.dtype), problem.scores[rank].float().flatten(0, 1)
-    ids = problem.ids[rank].flatten()
+    ids, w = problem.ids[rank].flatten(), problem.w[rank * case.own :][: case.own].to(case.dtype)
 
     def call(program: Any, *tensors: Tensor | None, **facts: Any) -> list[Tensor]:
         device = GPU._replace(architecture=0, num_sms=2)
         s = Builder(workspace.memory_facts(), device, [None if t is None else layout_of(t) for t in tensors])
-        schedule = s.finish(*program(s, *s.inputs, **facts))
+        schedule = s.finish(*program(s, *s.inputs, k=case.k, **facts))
         assert schedule.can_be_captured
         return gpus.call(workspace, schedule, tensors)
 
-    sizes = {"k": case.k, "capacity": problem.capacity, "alignment": case.alignment}
-    rows, offsets, packed = call(routed_rounds.dispatch, x, ids, num_experts=problem.num_experts, **sizes)
-    facts = {"num_tokens": len(x), "k": case.k, "return_received": True}
+    sizes = {"capacity": problem.capacity, "alignment": case.alignment, "num_pieces": pieces}
+    ws = w, w.mT.contiguous().mT
+    rows, offsets, packed, *hs = call(routed_rounds.dispatch, x, ids, *ws, num_experts=problem.num_experts, **sizes)
+    facts = {"num_tokens": len(x), "return_received": True}
     y, received = call(routed_rounds.combine, rows, None, scores, packed, **facts)
-    w = problem.w[rank * case.own :][: case.own].to(case.dtype)
     multiplied, _ = call(routed_rounds.combine, rows, w, scores, packed, **facts)
-    kept = [(torch.empty_like(t), t) for t in (rows, y, multiplied, offsets, packed)]
+    kept = [(torch.empty_like(t), t) for t in (rows, y, multiplied, offsets, packed, *hs)]
     for to, source in kept:
         gpus.enqueue(workspace, "keep", partial(to.copy_, source))
-    for t in (rows, y, multiplied, received, offsets, packed):  # nobody reads them any more
+    for t in (rows, y, multiplied, received, offsets, packed, *hs):  # nobody reads them any more
         gpus.enqueue(workspace, "spoil", partial(t.fill_, -1))
     return [to for to, _ in kept]
 
@@ -60,30 +60,35 @@ def program(gpus: Gpus, workspace: Workspace, problem: Problem) -> list[Tensor]:
         (2, 6, Case(lead=3, kind="idle", alignment=8)),
         (2, 6, Case(lead=2, kind="one", k=1, room="exact")),
         (2, 6, Case(lead=2, kind="twice", own=1, room="wide", dtype=torch.float16)),
+        (2, 70, Case(lead=9, own=5, k=4, room="less", alignment=2)),
         (1, 6, Case(kind="none")),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("pieces", [1, 2])
 def test_rows_and_sums_are_right_in_a_random_order(
-    size: int, columns: int, case: Case, monkeypatch: pytest.MonkeyPatch
+    size: int, columns: int, case: Case, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_moe, "H", columns)
+    pieces = min(pieces, case.own)
     problems = [Problem(case, size, seed=100 * each) for each in range(NUM_CALLS)]
     slot_bytes = max(128, 8 * size**2 * case.own, *(bytes_of_rows(each.capacity, columns, 4) for each in problems))
     ranks, gpus = VirtualGroup(size, slot_bytes, "cpu").workspaces, Gpus()
-    found = [[program(gpus, rank, problem) for problem in problems] for rank in ranks]
+    found = [[program(gpus, rank, problem, pieces) for problem in problems] for rank in ranks]
     gpus.run_all(seed=size)
     for rank, of_calls in zip(ranks, found, strict=True):
         rank.check("moe")
-        for problem, (rows, y, multiplied, offsets, packed) in zip(problems, of_calls, strict=True):
+        for problem, (rows, y, multiplied, offsets, packed, *hs) in zip(problems, of_calls, strict=True):
             want_rows, ends = problem.rows(rank.rank)
             torch.testing.assert_close(rows.double(), want_rows, rtol=0, atol=0)
+            for h in hs:
+                torch.testing.assert_close(h.double(), problem.products(rank.rank), rtol=0, atol=0)
             assert offsets.tolist() == ends
             assert totals(packed).tolist() == problem.counts and overflow(packed).item() == problem.overflow
             for got, w in ((y, None), (multiplied, problem.w)):
                 want = problem.ys(problem.xs, problem.scores, w)[rank.rank].flatten(0, 1)
                 torch.testing.assert_close(got.double(), want, rtol=0, atol=0)
-        assert int(rank._epoch_word()) == rank.epoch == 4 * NUM_CALLS
+        assert int(rank._epoch_word()) == rank.epoch == (3 + pieces) * NUM_CALLS
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,14 @@ class Problem:
             ends.append(self.first[e] + units * self.case.alignment)
         return rows, ends
 
+    def products(self, rank: int) -> Tensor:
+        """The rows of a rank times the w of their experts."""
+        rows, ends = self.rows(rank)
+        found = rows.new_zeros(self.capacity, N)
+        for w, begin, end in zip(self.w[rank * self.case.own :], [0, *ends], ends, strict=False):
+            found[begin:end] = rows[begin:end] @ w
+        return found
+
     def ys(self, xs: list[Tensor], scores: list[Tensor], w: Tensor | None) -> list[Tensor]:
         """Every rank's tokens times the w of their experts, weighed; differentiable."""
         nothing = 0 * sum(t.sum() for t in (*xs, *scores, self.w if w is None else w))
@@ -163,7 +171,7 @@ def test_values_and_gradients(rank: int, world_size: int, algorithm: str) -> Non
 
 
 @on_ranks()
-@pytest.mark.parametrize("algorithm", ["unfused", "chunked"])
+@pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
 @pytest.mark.parametrize("world_size", nightly_but([1, 2], [1, 2, 4]))
 def test_matmuls(rank: int, world_size: int, algorithm: str) -> None:
     """Values and gradients of both, with the garbage that grouped_mm may leave behind the last row; in bfloat16 too."""
@@ -181,7 +189,7 @@ def test_matmuls(rank: int, world_size: int, algorithm: str) -> None:
         want = *torch.autograd.grad(wants, inputs, grads, materialize_grads=True), of_w
         options = {"alignment": case.alignment}
         facts = problem.num_experts, problem.capacity
-        with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
+        with fusedcomm.force_algorithm(algorithm, strict=algorithm != "pipelined"), empty_is_nan():
             for first, casts in product((True, False), (False, True)):
                 with torch.autocast("cpu", torch.bfloat16, enabled=casts):
                     if first:
@@ -237,7 +245,8 @@ def test_only_tensors_that_the_backward_reads_are_saved(rank: int) -> None:
     problem = Problem(Case(), 2, 9)
     x, scores = problem.xs[rank].flatten(0, 1), problem.scores[rank].flatten(0, 1)
     (num_tokens, k), where = scores.shape, fusedcomm.memory.group.resolve(None)
-    h, offsets, routing = fusedcomm.moe_dispatch(x, problem.ids[rank].flatten(0, 1), 4, problem.capacity)
+    ids, facts = problem.ids[rank].flatten(0, 1), (4, problem.capacity, 1, *where)
+    h, offsets, routing = torch.ops.fusedcomm.moe_dispatch(x, ids, *facts)
     w, ops = problem.w[2 * rank :][:2], torch.ops.fusedcomm
 
     def combine(h: Tensor, w: Tensor, scores: Tensor, has_received: bool = False) -> Tensor:
@@ -246,6 +255,7 @@ def test_only_tensors_that_the_backward_reads_are_saved(rank: int) -> None:
     calls: list[tuple[Callable[..., Tensor], list[Tensor], list[set[int]]]] = [  # the inputs that each gradient reads
         (combine, [h, w, scores], [{1}, {0}, {0, 1}]),
         (partial(combine, has_received=True), [h, w, scores], [{1}, {0}, set()]),
+        (lambda *t: ops.moe_dispatch_matmul(t[0], ids, t[1:], *facts)[3], [x, w], [{1}, set()]),
         (lambda *t: ops.moe_send(*t, routing, k, problem.capacity, *where), [x, scores], [set(), {0}]),
         (lambda *t: ops.moe_grouped_matmul(*t, offsets), [h, w], [{1}, {0}]),
         (lambda *t: ops.moe_grouped_outer(*t, offsets), [h, h[:, :N].clone()], [{1}, {0}]),
@@ -298,6 +308,7 @@ def test_graphs(rank: int, tmp_path: Path) -> None:
     torch.library.opcheck(ops.moe_dispatch.default, (x, ids, 4, 16, 2, *where))
     rows, offsets, routing = (t.detach() for t in ops.moe_dispatch(x, ids, 4, 16, 2, *where))
     rows.requires_grad_()
+    torch.library.opcheck(ops.moe_dispatch_matmul.default, (x, ids, [w, w.detach()], 4, 16, 2, *where))
     torch.library.opcheck(ops.moe_send.default, (x, scores, routing, 2, 16, *where))
     torch.library.opcheck(ops.moe_combine.default, (rows, w, scores, routing, 4, 2, True, *where))
     torch.library.opcheck(ops.moe_grouped_matmul.default, (rows, w, offsets))
@@ -432,6 +443,7 @@ def test_with_check_peers_hear_of_one_ranks_wrong_input(rank: int) -> None:
             "x must be": lambda bad: fusedcomm.moe_dispatch(x.to_sparse() if bad else x, ids, 2, 8, group),
             "alignment must be at least 1": lambda bad: fusedcomm.moe_dispatch(x, ids, 2, 8, group, alignment=1 - bad),
             "w must be .*N": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, w[:, bad:], 2, 8, group),
+            "w must be .*several": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, [w][bad:], 2, 8, group),
             "w must be .*K": lambda bad: fusedcomm.grouped_matmul_combine(rows, w[bad:], routing, scores, group),
             "scores must be": lambda bad: fusedcomm.moe_combine(rows, routing, scores if not bad else ids, group),
             "of a dispatch of 6": lambda bad: send(x[bad:], None, routing, 2, 8, *where),

@@ -138,8 +138,10 @@ def test_plans_and_flops(rank: int) -> None:
             assert small.algorithm == "unfused" and "FUSEDCOMM_WORKSPACE_BYTES=2048" in small.reason
             with fusedcomm.force_algorithm("chunked", strict=True), pytest.raises(RuntimeError, match="cannot run as"):
                 fusedcomm.explain(op, *args, group=group)
-        with fusedcomm.force_algorithm("unfused"):
-            assert fusedcomm.explain(op, *args).reason == "forced"
+        for forced in ("unfused", "pipelined")[: 1 + ("grouped" in op)]:
+            with fusedcomm.force_algorithm(forced, strict=True):
+                plan = fusedcomm.explain(op, *args)
+                assert (plan.algorithm, plan.reason) == (forced, "forced")
         with pytest.raises((TypeError, ValueError), match="must be"):
             fusedcomm.explain(op, x.to(torch.int32), *args[1:])
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fusedcomm
+from fusedcomm.ops.routed import SCHEMAS
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights, program_of
 from tests.helpers.problems import OPS, Inputs, Problem, flat, integers, unflat
@@ -116,12 +117,13 @@ def test_forward_mode_is_refused(rank: int, name: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("op", ["moe_dispatch", "moe_send", "moe_combine", "moe_grouped_matmul", "moe_grouped_outer"])
+@pytest.mark.parametrize("op", SCHEMAS)
 def test_routed_ops_refuse_forward_mode(rank: int, op: str) -> None:
     routing, where = torch.zeros(21, 2, dtype=torch.int64), (2, dist.group.WORLD.group_name)
     offsets, t = torch.zeros(1, dtype=torch.int32), torch.ones(6, 8)
     rest: dict[str, tuple[Any, ...]] = {
         "moe_dispatch": (torch.zeros(6, 1, dtype=torch.int64), 2, 6, 1, *where),
+        "moe_dispatch_matmul": (torch.zeros(6, 1, dtype=torch.int64), [torch.ones(1, 8, 4)], 2, 6, 1, *where),
         "moe_send": (None, routing, 1, 6, *where),
         "moe_combine": (None, None, routing, 6, 1, False, *where),
         "moe_grouped_matmul": (torch.ones(1, 8, 4), offsets),

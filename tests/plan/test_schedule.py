@@ -130,6 +130,24 @@ def test_rows_in_slots_of_other_ranks_do_not_race(monkeypatch: pytest.MonkeyPatc
     assert any("race" in text and "segment" in text and "add_rows" in text for text in texts)
 
 
+def test_pieces_of_experts_wait_for_their_rows() -> None:
+    """Without either stream's wait for the other rows race with products."""
+
+    def waits(schedule: Schedule) -> list[int]:
+        return [i for i, step in enumerate(schedule.steps) if isinstance(step.work, Await)]
+
+    def texts_without(nth: int) -> list[str]:
+        def changed(rank: int, schedule: Schedule) -> Schedule:
+            kept = [step for i, step in enumerate(schedule.steps) if i not in waits(schedule)[nth : nth + 1]]
+            return replace(schedule, steps=tuple(kept))
+
+        return found(replace(world_of("fused", 3), changed=changed), of_tokens)
+
+    assert not texts_without(2)
+    for nth in range(2):
+        assert any("race" in text and "rows" in text for text in texts_without(nth))
+
+
 # controls: a step less, or at another place, in every rank's schedule or in that of rank 0
 def without(dropped: Callable[[Step], bool], ranks: tuple[int, ...] = (0, 1, 2)) -> Callable[[int, Schedule], Schedule]:
     def changed(rank: int, schedule: Schedule) -> Schedule:

@@ -74,7 +74,7 @@ def check_rows() -> set[str]:
     gpus = Gpus()
     for workspace in VirtualGroup(2, 4 * (6 * 4 + 8), "cpu").workspaces:
         workspace.segment[workspace.layout.header_bytes :] = 0xFF
-        program(gpus, workspace, problem)
+        program(gpus, workspace, problem, pieces=1)
     return run_compared(gpus)
 
 

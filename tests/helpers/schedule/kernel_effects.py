@@ -12,7 +12,6 @@ from functools import partial
 from fusedcomm.kernels.triton.bundles import Spans
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import Span
-from fusedcomm.plan.routing import bytes_of_rows
 from fusedcomm.plan.schedule import Described, Launch, Place
 from fusedcomm.run.launching import kernel
 from tests.helpers.schedule.operations import Flag, Step, Work
@@ -265,27 +264,57 @@ def finish(launch: KernelCall) -> Iterator[Step]:
 
 
 def send_rows(launch: KernelCall) -> Iterator[Step]:
-    """As if each rank's rows were a part of a slot: which they are is in the routing."""
+    """As if each rank's rows were a part of a piece: which they are is in the routing."""
     capacity, n, itemsize = launch.args["capacity"], launch.args["N"], launch.itemsize("x_ptr")
-    num_rows = capacity // launch.group_size
-    tensors = [each for name in ("x_ptr", "scores_ptr", "places_ptr") for each in launch.tensor(name)]
-    yield Step(reads=[launch.word(EPOCH), *tensors])
+    first, num_rows = of_piece(launch, capacity)
+    num_rows //= launch.group_size
+    first += launch.rank * num_rows
+    names = "x_ptr", "scores_ptr", "places_ptr", "first_ptr"
+    yield Step(reads=[launch.word(EPOCH), *(each for name in names for each in launch.tensor(name))])
     for dst_rank in [launch.rank, *peers_of(launch.rank, launch.group_size)[:-1]]:
         step = Step(work=launch.store(Work(), dst_rank, num_rows * n * itemsize))
-        step.writes = [launch.part(dst_rank, launch.rank, num_rows * n, itemsize)]
-        slot = launch.part(dst_rank, 0, bytes_of_rows(capacity, n, itemsize), 1)
-        for notes in range(1 + bool(launch.tensor("scores_ptr"))):
-            start = slot.end - 8 * capacity + 4 * (notes * capacity + launch.rank * num_rows)
-            step.writes.append(Region(slot.memory, start, 4 * num_rows))
+        scored = bool(launch.tensor("scores_ptr"))
+        step.writes = with_notes(launch, dst_rank, first, num_rows, n * itemsize, scored)
         yield step
     yield launch.signal_all()
 
 
 def take_rows(launch: KernelCall) -> Iterator[Step]:
     yield from launch.wait_all()
-    num_bytes = bytes_of_rows(launch.args["capacity"], launch.args["N"], launch.itemsize("rows_ptr"))
-    yield Step(reads=[launch.part(launch.rank, 0, num_bytes, 1)], writes=launch.tensor("rows_ptr"))
+    n, itemsize = launch.args["N"], launch.itemsize("rows_ptr")
+    first, num_rows = of_piece(launch, launch.args["capacity"])
+    reads = with_notes(launch, launch.rank, first, num_rows, n * itemsize, launch.args["SCORED"])
+    reads += [*launch.part_of("rows_ptr", 0, (first * n,), (1,)), *launch.tensor("first_ptr")]
+    yield Step(reads=reads, writes=launch.part_of("rows_ptr", first * n, (num_rows * n,), (1,)))
     yield launch.end_round()
+
+
+def experts_matmul(launch: KernelCall) -> Iterator[Step]:
+    capacity, n, k, *_ = launch.args["sizes"]
+    first, num_rows = of_piece(launch, capacity)
+    tensors = [each for name in ("w", "first_ptr", "ends_ptr") for each in launch.tensor(name)]
+    yield Step(
+        reads=[*launch.part_of("rows_ptr", first * k, (num_rows * k,), (1,)), *tensors],
+        writes=launch.part_of("out_ptr", first * n, (num_rows * n,), (1,)),
+        work=Work(flops=2 * num_rows * k * n),
+    )
+
+
+def of_piece(launch: KernelCall, capacity: int) -> tuple[int, int]:
+    """(first row, number of rows), as if all experts had alike."""
+    experts, begin, end = launch.args["PIECE"]
+    first = capacity * begin // experts
+    return first, capacity * end // experts - first
+
+
+def with_notes(launch: KernelCall, owner: int, first: int, num_rows: int, row_bytes: int, scored: bool) -> list[Region]:
+    """Rows in a slot, the rows that were sent for them, and their scores."""
+    capacity = launch.args["capacity"]
+    slot = launch.part(owner, 0, 1, 1)
+    memory, start = slot.memory, slot.start
+    notes = start + -(-capacity * row_bytes // 4) * 4
+    found = [Region(memory, start + first * row_bytes, num_rows * row_bytes)]
+    return found + [Region(memory, notes + 4 * (i * capacity + first), 4 * num_rows) for i in range(1 + scored)]
 
 
 def return_rows(launch: KernelCall) -> Iterator[Step]:
@@ -344,6 +373,7 @@ EFFECTS: dict[str, Callable[[KernelCall], Iterator[Step]]] = {
     "take_rows_kernel": take_rows,
     "return_rows_kernel": return_rows,
     "grouped_matmul_kernel": return_rows,
+    "experts_matmul_kernel": experts_matmul,
     "add_rows_kernel": add_rows,
     **{f"{each}_kernel": local for each in ("count", "scan", "plan", "shift", "return", "place")},
 }

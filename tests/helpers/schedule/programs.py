@@ -204,7 +204,7 @@ def calls(problems: Sequence[Problem | Uneven | Case], dtype: torch.dtype = BF16
 
 
 def token_schedules(memory: Memory, device: Device) -> list[Schedule]:
-    """A dispatch, a combine, and a dispatch by a routing that is there."""
+    """A dispatch, combines, a dispatch by a routing that is there, and one in pieces with their products."""
     k, size = 2, memory.group_size
     num_experts, capacity = 2 * size, 64 * size
     x, rows = (torch.empty(num, 64, dtype=BF16, device="meta") for num in (128, capacity))
@@ -222,6 +222,7 @@ def token_schedules(memory: Memory, device: Device) -> list[Schedule]:
         schedule_of(routed_rounds.combine, rows, None, scores, packed, num_tokens=128, return_received=True),
         schedule_of(routed_rounds.combine, rows, w, scores, packed, num_tokens=128, return_received=False),
         schedule_of(routed_rounds.send, x, scores, packed, capacity=capacity),
+        schedule_of(routed_rounds.dispatch, x, ids, w, w, **sizes, num_pieces=2),
     ]
 
 
