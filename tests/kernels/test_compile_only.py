@@ -73,7 +73,7 @@ def gathers(compiled: Compiled) -> dict[str, dict[str, int]]:
 def test_every_matmul_is_on_the_tensor_cores(compiled: Compiled, arch: int) -> None:
     instruction = {80: "mma_sync", 90: "wgmma", 100: "tcgen05"}[arch]
     for found in (pushes(compiled), experts(compiled), gathers(compiled)):
-        assert len(found) >= 7
+        assert len(found) >= 6
         assert all(counts[instruction] > 0 for counts in found.values()), found
 
 
@@ -238,7 +238,7 @@ def test_the_host_s_memory_gets_no_atomics(name: str, folder: Path, target: Targ
 
 
 LARGEST = ["push", "gather K", "pack", "unpack", "reduce", "finish", "wait source", "begin push", "signal"]
-LARGEST += ["reduce and norm 8192", "unpack and norm 8192", "norm 8192", "grouped matmul"]
+LARGEST += ["reduce and norm 8192", "unpack and norm 8192", "norm 8192", "grouped matmul", "grouped matmul stored"]
 LARGEST += ["send rows", "take rows", "return rows", "add rows"]
 
 

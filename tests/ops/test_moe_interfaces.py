@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedcomm
+from fusedcomm.ops import routed
 from fusedcomm.plan.routing import bytes_of_rows
-from tests.helpers.groups import empty_is_nan, fresh_group
+from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.ops.test_moe import Case, H, N, Problem, integers
 
@@ -138,13 +139,15 @@ def test_plans_and_flops(rank: int) -> None:
             assert small.algorithm == "unfused" and "FUSEDCOMM_WORKSPACE_BYTES=2048" in small.reason
             with fusedcomm.force_algorithm("chunked", strict=True), pytest.raises(RuntimeError, match="cannot run as"):
                 fusedcomm.explain(op, *args, group=group)
+            for experts, size, want in ((2, 32 << 20, "pipelined"), (1, 32 << 20, "unfused"), (2, 1 << 20, "unfused")):
+                where = torch.device("cuda"), size, experts, member_of(group)  # as GPUs without a workspace
+                assert routed._algorithm(op, x, *where, proves=False)[0] == want
         for forced in ("unfused", "pipelined")[: 1 + ("grouped" in op)]:
             with fusedcomm.force_algorithm(forced, strict=True):
                 plan = fusedcomm.explain(op, *args)
                 assert (plan.algorithm, plan.reason) == (forced, "forced")
         with pytest.raises((TypeError, ValueError), match="must be"):
             fusedcomm.explain(op, x.to(torch.int32), *args[1:])
-
     x, w, up, scores = (torch.ones_like(t, device="cpu").requires_grad_() for t in (x, w, up, scores))
     with FlopCounterMode(display=False) as counter:
         h, _, routing = fusedcomm.dispatch_grouped_matmul(x, torch.zeros_like(ids, device="cpu"), w, 4, 64)

@@ -31,7 +31,7 @@ KERNELS = {
     "push_matmul_kernel": Footprint(8, 226, 229_408),
     "gather_matmul_kernel": Footprint(8, 174, 229_408),
     "grouped_matmul_kernel": Footprint(8, 222, 229_408),
-    "experts_matmul_kernel": Footprint(8, 185, 229_408),
+    "experts_matmul_kernel": Footprint(8, 180, 229_408),
     "send_rows_kernel": Footprint(8, 62, 8),
     "take_rows_kernel": Footprint(16, 64, 32),
     "return_rows_kernel": Footprint(8, 48, 8),
