@@ -317,6 +317,7 @@ def problems(arch: int) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "grouped matmul stored odd", partial(dispatch, "experts_matmul", 4099)
     yield "grouped matmul stored fp32 odd", partial(dispatch, "experts_matmul", 4100, torch.float32)
     yield from ((f"{kernel} rows of a piece", partial(dispatch, f"{kernel}_rows")) for kernel in ("send", "take"))
+    yield "add rows odd", partial(token_rows, "add_rows", 4099)
     yield "return choices", partial(token_rows, "return")
     yield from (
         (f"{kernel} choices", partial(dispatch, kernel)) for kernel in ("count", "scan", "plan", "shift", "place")

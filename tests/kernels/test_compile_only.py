@@ -143,7 +143,7 @@ def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
     at_least |= {"reduce_norm_kernel": 4, "unpack_norm_kernel": 4, "norm_kernel": 1}
     at_least |= {"send_rows_kernel": 2, "take_rows_kernel": 4, "return_rows_kernel": 2, "add_rows_kernel": 2}
     for name, kernel in compiled.items():
-        if kernel["kernel"] in at_least and name not in ("wait", "take rows fp32 odd"):
+        if kernel["kernel"] in at_least and name not in ("wait", "take rows fp32 odd", "add rows odd"):
             assert kernel["counts"]["stores_16"] >= at_least[kernel["kernel"]], name
         assert kernel["counts"]["tma_stores"] == 0, name  # signal() would have to wait for them
     for name in ("unpack", "pack", "reduce", "reduce average bias", "reduce fp32 bias"):
@@ -168,7 +168,7 @@ def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
         aside = ("gather_matmul_kernel", "pack_kernel", "unpack_kernel")
         assert kernel["stack"] <= (8 if kernel["kernel"] in aside else 0), name
         assert kernel["shared"] <= SHARED_BYTES[arch], (name, kernel["shared"])
-        in_sm = IN_SM.get(kernel["kernel"], 1) if name != "reduce of 8 ranks bias" else 1
+        in_sm = 1 if name in ("reduce of 8 ranks bias", "add rows odd") else IN_SM.get(kernel["kernel"], 1)
         assert in_sm * kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
