@@ -236,7 +236,7 @@ def test_hosts_are_numbered_in_the_order_of_the_mesh(ranks: Ranks) -> None:
 def tuned_on(rank: int, directories: list[str], host: str) -> Any:
     with left_as_found(CACHE_DIR=directories[rank], HOST_ID=host[rank]):
         if rank in (0, 3):
-            tuned.write(replace(DEFAULTS["cpu"], source=TUNED), torch.device("cpu"), 4)
+            tuned.write(replace(DEFAULTS["cpu"], source=TUNED), tuned.key(torch.device("cpu"), 4))
         dist.barrier()
         return mesh_groups.check(DeviceMesh("cpu", [0, 1, 2, 3])).constants
 
