@@ -17,8 +17,8 @@ if not Path(__file__).with_name("kernels").joinpath("__init__.py").exists():
         )
         sys.modules[f"fusedcomm.{_name}"] = globals()[_name] = importlib.util.module_from_spec(_spec)  # type: ignore
 
-from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.captures import before_capture
+from fusedcomm.memory.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.members import close, reset, synchronize
 from fusedcomm.memory.nccl_options import nccl_options
 from fusedcomm.ops import import_hooks, register, same_moves  # noqa: F401 the last two register ops

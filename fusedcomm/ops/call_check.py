@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm import env
-from fusedcomm.errors import PeerMismatchError
 from fusedcomm.memory import flight_recorder, group
+from fusedcomm.memory.errors import PeerMismatchError
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.members import known_member, member, members
 from fusedcomm.memory.vote import agree

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from fusedcomm import env
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import WARM_UP, is_capturing
+from fusedcomm.memory.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.segment import FINGERPRINT

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.memory.errors import PeerTimeoutError
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.model import DEFAULTS, TUNED
 from fusedcomm.redistribution import mesh_groups

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fusedcomm import env, files
-from fusedcomm.machine import cpu_name, version
+from fusedcomm.env import cpu_name, version
 from fusedcomm.plan.cost.model import TUNED, Constants
 
 log = logging.getLogger("fusedcomm")
