@@ -47,8 +47,8 @@ from fusedcomm.ops.scaled import (
     scaled_matmul_reduce_scatter,
 )
 from fusedcomm.ops.splits import replica_ranges
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.planner import Plan
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.run.device_to_host import DeviceToHost
 

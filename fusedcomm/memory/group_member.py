@@ -37,7 +37,7 @@ from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import LOOK_S, Workspace
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 
 log = logging.getLogger("fusedcomm")
 _MIN_SLOT_BYTES = 1 << 20

@@ -81,7 +81,7 @@ class Workspace(CallMemory):
         self.call_number = 0
         self.departures: Departures | None = None
         self.error: PeerError | None = None
-        self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.launching`
+        self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.python_executor`
         self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.routed_rows`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()

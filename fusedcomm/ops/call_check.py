@@ -27,8 +27,8 @@ from fusedcomm.memory.members import known_member, member, members
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.library import UpToTheOp
-from fusedcomm.plan.call_plan import CALL, Plan, graph_facts
 from fusedcomm.plan.cost.model import KINDS
+from fusedcomm.plan.planner import CALL, Plan, graph_facts
 
 _MOST_LETTERS = 512  # of an error
 

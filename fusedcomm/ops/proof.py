@@ -38,10 +38,9 @@ from fusedcomm.ops.exact_problem import ExactProblem, NormProblem, ScaledProblem
 from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 from fusedcomm.plan import planner
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.planner import kind_of_proof
+from fusedcomm.plan.planner import Plan, kind_of_proof
 from fusedcomm.plan.scaling import BYTES, VALUES
 from fusedcomm.run import calls
 

@@ -25,8 +25,8 @@ from fusedcomm.ops.formula import needs_now
 from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
-from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.planner import Plan, fingerprint_of
 from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, ends_of, pack, packed_shape, sizes_of
 from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, BySlots, grouped_matmul, grouped_outer, weighed
 

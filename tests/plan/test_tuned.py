@@ -34,6 +34,12 @@ SLOW = replace(FAST, copy_bandwidth=2e9)
 ROOT = os.geteuid() == 0
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", "/a/b")
     assert env.cache_dir() == Path("/a/b")
