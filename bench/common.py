@@ -17,11 +17,11 @@ from fusedcomm.bench import trace
 from fusedcomm.bench.measure import DTYPES
 from fusedcomm.bench.table import report
 from fusedcomm.bench.timing import METHOD, ValuesDiffer, measure_rounds, repeated
+from fusedcomm.env import cpu_name
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
-from fusedcomm.machine import cpu_name
 
 MOST_CALLS, MEASURED_BYTES = 64, 8 << 20  # back to back: ranks leave a barrier further apart than small calls take
 

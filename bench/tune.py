@@ -23,7 +23,6 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -387,21 +386,20 @@ def _precision(dtype: str) -> Iterator[None]:
         torch.backends.cuda.matmul.fp32_precision = before
 
 
-def write_for_all(constants: Constants, device: torch.device, pg: ProcessGroup) -> Path:
+def write_for_all(constants: Constants, key: dict[str, Any], pg: ProcessGroup) -> None:
     """A collective: every rank writes, as hosts need not share the folder, and then reads. Raises OSError on all ranks
     alike. A shared folder is safe, as a file is replaced in one step.
     """
-    rank, size, error = pg.rank(), pg.size(), ""
+    error = ""
     try:
-        tuned.write(constants, device, size)
+        tuned.write(constants, key)
     except OSError as failure:
         error = f"cannot write {failure.filename}: {failure.strerror}"
     dist.barrier(pg)
-    own = {"error": error, "same": tuned.read(device, size) == constants}
-    facts = agree(group.store(pg, f"tune/{device.type}"), rank, size, own, what="fusedcomm tune")
+    own, store = {"error": error, "same": tuned.read(key) == constants}, group.store(pg, f"tune/{key['device_type']}")
+    facts = agree(store, pg.rank(), pg.size(), own, what="fusedcomm tune")
     for r, fact in enumerate(facts):
         if fact["error"]:
             raise OSError(f"rank {r} {fact['error']}")
     if others := [r for r, fact in enumerate(facts) if not fact["same"]]:
         raise OSError(f"ranks {others} do not read what they wrote to {env.cache_dir()}")
-    return tuned.path_of(tuned.key(device, size))

@@ -16,8 +16,8 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import kind_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.planner import Plan
 from fusedcomm.run import calls
 
 

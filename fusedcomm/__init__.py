@@ -17,8 +17,8 @@ if not Path(__file__).with_name("kernels").joinpath("__init__.py").exists():
         )
         sys.modules[f"fusedcomm.{_name}"] = globals()[_name] = importlib.util.module_from_spec(_spec)  # type: ignore
 
-from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.captures import before_capture
+from fusedcomm.memory.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.members import close, reset, synchronize
 from fusedcomm.memory.nccl_options import nccl_options
 from fusedcomm.ops import import_hooks, register, same_moves  # noqa: F401 the last two register ops
@@ -47,8 +47,8 @@ from fusedcomm.ops.scaled import (
     scaled_matmul_reduce_scatter,
 )
 from fusedcomm.ops.splits import replica_ranges
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.planner import Plan
 from fusedcomm.redistribution.api import redistribute, redistribute_plan
 from fusedcomm.run.device_to_host import DeviceToHost
 

@@ -1,12 +1,25 @@
-"""Every environment variable of fusedcomm, read when it is needed and never at import."""
+"""The environment of this process: its variables, versions and CPUs, read when they are needed and never at import.
+
+Nothing here touches a GPU.
+"""
 
 import errno
+import importlib.metadata
+import math
 import os
+import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 ALGORITHMS = ("unfused", "chunked", "fused", "pipelined")
 WITH_WORKSPACE = ("chunked", "fused")  # they wait by flags in symmetric memory
+CGROUP = Path("/sys/fs/cgroup")
+PACKAGES = ("fusedcomm", "torch", "triton", "nvidia-ml-py")
+RELEVANT = re.compile(
+    r"(FUSEDCOMM|NCCL|TORCH|TORCHINDUCTOR|PYTORCH|CUDA|GLOO|TRITON|OMP|THP)_\w+|TORCH_?LOGS|TORCH_SYMMMEM"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|XDG_CACHE_HOME"
+)
 _MOST_S, _MOST_BYTES = 1e9, float(1 << 62)  # that threads can wait, and int64 can count
 
 
@@ -121,3 +134,42 @@ SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError
     "FUSEDCOMM_TIMEOUT_S": timeout_s,
     "FUSEDCOMM_WORKSPACE_BYTES": workspace_bytes,
 }
+
+
+def environment() -> dict[str, str]:
+    """The variables of fusedcomm and of the libraries below it."""
+    return {name: value for name, value in sorted(os.environ.items()) if RELEVANT.fullmatch(name)}
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def available_cpus() -> int:
+    """CPUs that this process may run on at a time: by its affinity, and by the quota of its container."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, _quota() or allowed)
+
+
+def _quota() -> int | None:
+    """The CPUs that the cgroup's CPU time is enough for, rounded up, or None if it is not bounded."""
+    version_1 = ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    for names in (("cpu.max",), version_1):
+        try:
+            quota, period = map(int, " ".join((CGROUP / name).read_text() for name in names).split())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        if quota > 0 and period > 0:
+            return math.ceil(quota / period)
+    return None

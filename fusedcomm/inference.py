@@ -25,8 +25,8 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.explain import arguments_of
 from fusedcomm.ops.table import OPS
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.planner import Plan
 from fusedcomm.run import calls
 
 __all__ = ["Linear", "RowParallelTail"]

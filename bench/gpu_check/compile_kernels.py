@@ -28,7 +28,7 @@ from fusedcomm.bench.gpu_check import (
 from fusedcomm.bench.gpu_check.compiling import compiling
 from fusedcomm.bench.gpu_check.gpu_calls import FINGERPRINT, GpuCall, first_calls
 from fusedcomm.bench.virtual import VirtualGroup
-from fusedcomm.machine import available_cpus
+from fusedcomm.env import available_cpus
 from fusedcomm.memory import topology
 
 META = torch.device("meta")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from fusedcomm.bench.gpu_check import child
+from fusedcomm.env import environment
 from fusedcomm.launch.provenance import run_facts
-from fusedcomm.machine import environment
 from fusedcomm.memory import triton_probe
 
 

@@ -16,8 +16,8 @@ from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.planner import Plan
 
 SIZES = MatmulSize(250, 128, 1048), MatmulSize(37, 29, 31)  # K: sums are exact
 SMALL = MatmulSize(6, 16, 10)  # for Triton's interpreter

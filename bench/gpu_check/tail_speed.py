@@ -20,7 +20,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import NormProblem
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 
 DTYPE = torch.bfloat16
 ROWS, K, HIDDEN = (1, 16, 64, 256), 1024, 8192

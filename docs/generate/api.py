@@ -25,7 +25,7 @@ MODULES = (
     "fusedcomm.compile.overlap",
     "fusedcomm.symm_mem",
 )
-ERRORS = "fusedcomm.errors"  # its names are in fusedcomm, and have a page of their own
+ERRORS = "fusedcomm.memory.errors"  # its names are in fusedcomm, and have a page of their own
 # Headings by the room that defines a name, in the order of the page; a page whose names are of one room has none.
 SECTIONS = {
     "ops": "Ops",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Lowest first: a room imports only rooms that stand before it. What is outside of the package stands above all.
 LAYERS = (
-    *("env", "errors", "files", "machine"),
+    *("env", "files"),
     *("kernels", "plan", "memory", "run"),
     *("ops", "symm_mem", "parallel", "nn", "moe", "inference", "redistribution"),
     "__init__",  # what `import fusedcomm` offers

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from fusedcomm.env import cpu_name, version
 from fusedcomm.kernels.native_part import native
 from fusedcomm.launch.world import system_huge_pages
-from fusedcomm.machine import cpu_name, version
 
 
 def run_facts() -> dict[str, Any]:

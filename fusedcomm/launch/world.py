@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedcomm.env import available_cpus
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.machine import available_cpus
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it at its first CPU allocation

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from fusedcomm.errors import text_of
+from fusedcomm.memory.errors import text_of
 from fusedcomm.memory.patience import on_thread
 from fusedcomm.memory.segment import LAST_WORDS_BYTES
 

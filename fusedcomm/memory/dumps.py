@@ -21,9 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusedcomm import env, files, machine
-from fusedcomm.errors import text_of
+from fusedcomm import env, files
 from fusedcomm.memory import flight_recorder, group
+from fusedcomm.memory.errors import text_of
 from fusedcomm.memory.redact import redact
 
 log = logging.getLogger("fusedcomm")
@@ -108,9 +108,8 @@ def describe(why: str, rank: int, world_size: int) -> dict[str, Any]:
             "time": clock,
             "host": hashlib.sha256(env.host_id().encode()).hexdigest()[:8],
             "started": _started(clock),
-            "versions": {name: machine.version(name) for name in machine.PACKAGES}
-            | {"python": platform.python_version()},
-            "environment": machine.environment(),
+            "versions": {name: env.version(name) for name in env.PACKAGES} | {"python": platform.python_version()},
+            "environment": env.environment(),
             "calls": [_call(record, clock - now, now) for record in flight_recorder.last()],
             "stacks": _stacks(),
         }

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fusedcomm.errors import text_of
 from fusedcomm.kernels.native_part import native
+from fusedcomm.memory.errors import text_of
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.geometry.exchange import Exchange
 

@@ -22,7 +22,6 @@ from torch.distributed import Store
 from torch.distributed import _symmetric_memory as symm_mem
 
 from fusedcomm import env
-from fusedcomm.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.kernels import native_part
 from fusedcomm.kernels.native_part import native
 from fusedcomm.memory import flight_recorder, gpu_rendezvous, segment, signals
@@ -30,6 +29,7 @@ from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.canaries import GUARD_BYTES
 from fusedcomm.memory.captures import WARM_UP, LoadedCalls, is_capturing, is_for_capture
 from fusedcomm.memory.departures import Departures
+from fusedcomm.memory.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.launch_order import ordered
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.patience import on_thread
@@ -37,7 +37,7 @@ from fusedcomm.memory.segment import FINGERPRINT, slot_bytes_within
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import LOOK_S, Workspace
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 
 log = logging.getLogger("fusedcomm")
 _MIN_SLOT_BYTES = 1 << 20

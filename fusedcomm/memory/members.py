@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fusedcomm.errors import PeerError
 from fusedcomm.memory import dumps, flight_recorder, topology
 from fusedcomm.memory import group as groups
 from fusedcomm.memory.departures import announce, farewell, leaving_by
+from fusedcomm.memory.errors import PeerError
 from fusedcomm.memory.group import Group
 from fusedcomm.memory.group_member import Member, check_same_call, on_device, refuse_capture
 from fusedcomm.memory.outside_modes import outside_modes

@@ -6,8 +6,8 @@ from functools import cached_property
 
 import torch
 
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.kernels.triton.bundles import SegmentLayout
+from fusedcomm.memory.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 
 NUM_SLOTS = 2  # a single slot is a race; tests set 1 to see that it is caught
 MOST_SLOT_BYTES = (1 << 32) - (1 << 13)  # kernels count its elements, and as many more as there are programs, in int32

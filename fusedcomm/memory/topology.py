@@ -65,7 +65,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
     constants = None
     own = _settings(device) | {"prove": _must_prove(device)} | own_life()
     try:
-        constants = tuned.read(device, group_size)
+        constants = tuned.read(tuned.key(device, group_size))
         own |= _found(device) | {"constants": constants.digest if constants else None}
     except OSError as error:  # without descriptors, say; the peers wait to hear of it
         reason = f"it cannot find out what it can do ({error})"

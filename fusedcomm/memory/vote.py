@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from torch.distributed import DistError, Store
 
 from fusedcomm import env
-from fusedcomm.errors import PeerError, PeerTimeoutError
 from fusedcomm.memory import group
 from fusedcomm.memory.departures import Departures
+from fusedcomm.memory.errors import PeerError, PeerTimeoutError
 from fusedcomm.memory.patience import Patience, on_thread
 
 STORE_GRACE_S = 2.0  # how long the store may take to answer when the time is over

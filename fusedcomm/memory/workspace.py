@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from fusedcomm import env
-from fusedcomm.errors import RESET_FIRST, PeerError
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory import canaries, stream_writes, topology
 from fusedcomm.memory.beside_kernels import beside_kernels
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import is_capturing, is_for_capture
 from fusedcomm.memory.departures import KILLED, Departures
+from fusedcomm.memory.errors import RESET_FIRST, PeerError
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.patience import Patience
 from fusedcomm.memory.segment import (
@@ -81,7 +81,7 @@ class Workspace(CallMemory):
         self.call_number = 0
         self.departures: Departures | None = None
         self.error: PeerError | None = None
-        self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.launching`
+        self.kernels: dict[int, tuple[Any, Any]] = {}  # of `fusedcomm.run.python_executor`
         self.schedules: dict[Any, Any] = {}  # of `fusedcomm.run.routed_rows`
         self.ops: dict[int, str] = {}  # by fingerprint, which is all that kernels report of a failed call
         self.pid = os.getpid()

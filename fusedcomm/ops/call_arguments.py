@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.geometry.cut import EVEN, Splits
+from fusedcomm.plan.planner import CALL
 
 
 class Arguments(NamedTuple):

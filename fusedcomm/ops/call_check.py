@@ -20,15 +20,15 @@ from torch.distributed import PrefixStore
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fusedcomm import env
-from fusedcomm.errors import PeerMismatchError
 from fusedcomm.memory import flight_recorder, group
+from fusedcomm.memory.errors import PeerMismatchError
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.members import known_member, member, members
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.library import UpToTheOp
-from fusedcomm.plan.call_plan import CALL, Plan, graph_facts
 from fusedcomm.plan.cost.model import KINDS
+from fusedcomm.plan.planner import CALL, Plan, graph_facts
 
 _MOST_LETTERS = 512  # of an error
 

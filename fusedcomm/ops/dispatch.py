@@ -17,9 +17,9 @@ from fusedcomm.ops.prepared import Seen
 from fusedcomm.ops.table import OpSpec
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
-from fusedcomm.plan.call_plan import CALL, Plan
 from fusedcomm.plan.forced import Forced, force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.planner import CALL, Plan
 from fusedcomm.run import calls
 
 How = tuple[str, str | None, Forced]  # the last arguments of `planner.plan`

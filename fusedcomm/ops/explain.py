@@ -11,7 +11,7 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.dispatch import prepare
 from fusedcomm.ops.library import Stopped, UpToTheOp
 from fusedcomm.ops.table import OPS, OpSpec
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 
 ROUTED = {
     each.__name__: each

@@ -11,7 +11,7 @@ from fusedcomm.memory.group import Group, resolve
 from fusedcomm.ops import gradients
 from fusedcomm.ops.arguments import check_types, reduce_op_name
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.plan.call_plan import CALL
+from fusedcomm.plan.planner import CALL
 from fusedcomm.run import reference
 
 

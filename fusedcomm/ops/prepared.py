@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from fusedcomm.errors import text_of
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory import dumps
+from fusedcomm.memory.errors import text_of
 from fusedcomm.memory.members import known_member
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.forced import Forced, number_of

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from fusedcomm import env
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.memory.call_memory import CallMemory
 from fusedcomm.memory.captures import WARM_UP, is_capturing
+from fusedcomm.memory.errors import RESET_FIRST, PeerError, PeerTimeoutError, text_of
 from fusedcomm.memory.group_member import Member, WorkspaceUnavailable
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.segment import FINGERPRINT
@@ -38,10 +38,9 @@ from fusedcomm.ops.exact_problem import ExactProblem, NormProblem, ScaledProblem
 from fusedcomm.ops.table import OPS
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize, WholeGroup
 from fusedcomm.plan import planner
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.geometry.exchange import Exchange
-from fusedcomm.plan.planner import kind_of_proof
+from fusedcomm.plan.planner import Plan, kind_of_proof
 from fusedcomm.plan.scaling import BYTES, VALUES
 from fusedcomm.run import calls
 

@@ -25,8 +25,8 @@ from fusedcomm.ops.formula import needs_now
 from fusedcomm.ops.library import lib, refuse_tangents, refuse_transforms
 from fusedcomm.plan import planner
 from fusedcomm.plan.builder import layout_of
-from fusedcomm.plan.call_plan import Plan, fingerprint_of
 from fusedcomm.plan.forced import force_algorithm
+from fusedcomm.plan.planner import Plan, fingerprint_of
 from fusedcomm.plan.routing import (
     LEAST_CUT,
     Routing,

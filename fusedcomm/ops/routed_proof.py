@@ -9,7 +9,7 @@ from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
-from fusedcomm.plan.call_plan import fingerprint_of
+from fusedcomm.plan.planner import fingerprint_of
 from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, pack
 from fusedcomm.run.routed_rows import ByKernels
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fusedcomm import env
-from fusedcomm.errors import PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory import consent, dumps, flight_recorder, group
 from fusedcomm.memory.consent import ABSENT, YES
+from fusedcomm.memory.errors import PeerMismatchError, PeerTimeoutError
 from fusedcomm.ops.library import lib
 
 OP = "same_moves"

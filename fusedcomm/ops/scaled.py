@@ -12,7 +12,7 @@ from fusedcomm.ops import splits
 from fusedcomm.ops.all_gather_matmul import lists_of
 from fusedcomm.ops.arguments import LISTS, check_types, reduce_op_name
 from fusedcomm.plan import scaling
-from fusedcomm.plan.call_plan import CALL
+from fusedcomm.plan.planner import CALL
 
 
 def quantize(t: Tensor, scaling_type: Any, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:

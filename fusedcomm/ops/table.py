@@ -21,11 +21,11 @@ from fusedcomm.ops import (
 )
 from fusedcomm.ops.arguments import check_apart
 from fusedcomm.ops.call_arguments import Arguments, PerTensor
-from fusedcomm.plan.call_plan import CALL
 from fusedcomm.plan.cost.model import BLOCKS, FAST_FLOAT8, FLOAT8, WIDE_FLOAT8
 from fusedcomm.plan.geometry.cut import Splits
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.geometry.shapes import check_bias, check_out, check_tensors
+from fusedcomm.plan.planner import CALL
 from fusedcomm.plan.scaling import OUT_DTYPES, VALUES, check_dtypes
 
 Operands = tuple[tuple[Any, ...], Mapping[str, Any]]  # tensors, or lists of them, and facts

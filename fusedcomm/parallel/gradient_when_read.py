@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from fusedcomm.memory.group import resolve
 from fusedcomm.ops import splits
-from fusedcomm.plan.call_plan import GRAPH
 from fusedcomm.plan.geometry.shapes import OP_DTYPES
+from fusedcomm.plan.planner import GRAPH
 
 _aten = torch.ops.aten
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.view_as.default, _aten.detach.default)

@@ -1,4 +1,4 @@
-"""The choice of an algorithm. Ranks of one collective choose one wire, whatever stands beside it on each.
+"""The plan of a call: its algorithm. Ranks of one collective choose one wire, whatever stands beside it on each.
 
 The wire follows from what all ranks know: the kind of the collective, its payload and the group. It is symmetric
 memory, for `chunked` and `fused`, which understand each other; the pieces of `pipelined`; or the group's own
@@ -34,24 +34,78 @@ be the same on all ranks: chunked on one rank can meet fused on another, but nei
 
 import logging
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fusedcomm.plan.call_plan import CALL, Plan, fingerprint_of, wire_facts
+from fusedcomm import env
 from fusedcomm.plan.cost import in_pieces, model
 from fusedcomm.plan.cost.links import sent_bytes
 from fusedcomm.plan.cost.model import KINDS, Constants
 from fusedcomm.plan.forced import Forced, force_algorithm
 from fusedcomm.plan.geometry.exchange import Exchange, aligned_numel
 from fusedcomm.plan.scaling import BYTES
+from fusedcomm.plan.schedule import Schedule
 
 log = logging.getLogger("fusedcomm")
 
 FORCED = "forced"
 PIPELINED_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 MOST_INDICES = 1 << 30  # the sum of two, and the end of a tile, still fit 32 bits
+CALL, GRAPH = "call", "graph"  # what an op stands for: see `wire_facts`
+_PLAN_BYTES = 4 << 10  # of a plan without a schedule, and of the key that finds it
+STEP_BYTES = 2 << 10  # of a schedule; as much again of one that is loaded natively, with the views that it keeps
+
+
+@dataclass(repr=False)
+class Plan:
+    """How a call will run, as `explain` returns it. It is equal on all ranks. Its text, in a REPL too, is one line.
+
+    Attributes:
+        op: the name of the op.
+        algorithm: "unfused", "chunked", "fused" or "pipelined".
+        reason: a rule that excludes the others, an override, or the estimated times and the source of their numbers.
+        slot_bytes: bytes of a workspace slot that one round of the call needs; 0 where it needs no workspace.
+        num_rounds: rounds of the call, each small enough for a slot, or hidden behind the matmul of another: the
+            pieces of a pipelined call; 0 where it runs unfused.
+        sent_bytes: bytes that each rank sends to the others in a pipelined call; 0 in others.
+        has_workspace: whether the algorithm needs symmetric memory: chunked or fused.
+        backend_sums: whether the backend adds, in its own order and precision.
+        fingerprint: 24 bits that calls of equal wires share; 0 where nothing compares them.
+        exchange: the shapes and spans of the payload.
+        schedule: the steps of a call that has run, None of one that has not, or runs unfused. It is this rank's own.
+        made_for: the facts of memory and device that the schedule was made for.
+        num_bytes: bytes that the plan takes, an estimate.
+    """
+
+    op: str
+    algorithm: str
+    reason: str
+    slot_bytes: int = 0  # for one round
+    num_rounds: int = 0
+    sent_bytes: int = 0
+    backend_sums: bool = False
+    fingerprint: int = 0
+    exchange: Exchange | None = field(default=None, compare=False)
+    schedule: Schedule | None = field(default=None, compare=False)
+    made_for: Hashable = field(default=None, compare=False)
+
+    @property
+    def has_workspace(self) -> bool:
+        return self.algorithm in env.WITH_WORKSPACE
+
+    @property
+    def num_bytes(self) -> int:
+        return _PLAN_BYTES + (0 if self.schedule is None else len(self.schedule.steps) * STEP_BYTES)
+
+    def __repr__(self) -> str:
+        rounds = f", {self.num_rounds} rounds" if self.num_rounds > 1 else ""
+        if self.algorithm == "pipelined":
+            rounds = f", {self.num_rounds} pieces, {self.sent_bytes / (1 << 20):.3g} MiB sent"
+        return f"{self.op}: {self.algorithm}{rounds} ({self.reason})"
 
 
 def plan(
@@ -71,6 +125,24 @@ def plan(
     if found.has_workspace:
         found.fingerprint = fingerprint_of(KINDS[op], dtype, *wire_facts(wire, exchange, found.num_rounds))
     return found
+
+
+def fingerprint_of(*facts: Any) -> int:
+    """24 bits, never 0, equal on ranks whose calls have one wire."""
+    return zlib.crc32(repr(facts).encode()) & 0xFFFFFF or 1
+
+
+def wire_facts(wire: str, exchange: Exchange, num_rounds: int) -> tuple[Any, ...]:
+    """The facts that ranks must share. None of them is the matmul's.
+
+    `CALL`: payloads, as their calls have them. `GRAPH`: chunks alone, where ops stand for one collective of a program,
+    and each has the dims of what stands beside it. Other texts have the digest of what all ranks changed together.
+    """
+    return (wire, *(exchange.payload if wire == CALL else graph_facts(exchange, num_rounds)), num_rounds)
+
+
+def graph_facts(exchange: Exchange, num_rounds: int) -> tuple[Any, ...]:
+    return exchange.chunk_facts(with_dims=num_rounds > 1)
 
 
 def _decided(

@@ -205,7 +205,7 @@ def _vote_on_mesh(known: _Mesh, ranks: tuple[int, ...]) -> MeshFacts:
     shape, device_type, voters = known.ranks.shape, known.device_type, tuple(sorted(ranks))
     if known.is_fake:
         return MeshFacts(shape, ranks, (0,) * len(ranks), DEFAULTS[device_type])
-    constants = tuned.read(torch.device(device_type), len(ranks))
+    constants = tuned.read(tuned.key(torch.device(device_type), len(ranks)))
     posted: dict[str, Any] = {"device_type": device_type, "mesh_shape": list(shape), "ranks": list(ranks)}
     posted |= {"host": env.host_id(), "constants": constants.digest if constants else None, "check": env.check()}
     facts = _vote("mesh", posted, voters, "fusedcomm mesh vote")

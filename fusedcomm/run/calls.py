@@ -18,8 +18,8 @@ from fusedcomm.memory.outside_modes import outside_modes
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import builder, chunked, fused, norm_tail, pipelined, scaled_programs
 from fusedcomm.plan.builder import Layout, Program, layout_of
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.padded_rows import padded
+from fusedcomm.plan.planner import Plan
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.plan.terms import of_terms
 from fusedcomm.run import python_executor, unfused

@@ -1,5 +1,7 @@
 """The steps of a schedule one by one: the reference for the native executor, and its stand-in where there is none."""
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
@@ -15,9 +17,10 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import schedule as steps
 from fusedcomm.run.add_in_order import add_in_order
 from fusedcomm.run.group_collectives import begin
-from fusedcomm.run.launching import launch
 from fusedcomm.run.rms_norm import rms_norm
 from fusedcomm.run.scaled_matmul import scaled_matmul
+
+_MOST_KEPT = 4096  # kernels of a workspace; with more, as when sizes keep changing, it begins anew
 
 
 def run(
@@ -176,3 +179,44 @@ def multiply(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, adds: bo
         (torch.baddbmm if batched else torch.addmm)(added, x, w, out=out)
     else:
         (torch.bmm if batched else torch.mm)(x, w, out=out)
+
+
+def launch(work: steps.Launch, workspace: Workspace, fingerprint: int, tensor: Callable[[steps.Place], Tensor]) -> None:
+    """Launch a kernel on the current stream.
+
+    Triton finds the compiled kernel by a look at every argument, the longest part of a launch. A step's arguments
+    differ between runs in addresses alone, of one alignment: so it keeps its kernel.
+    """
+    arguments = [_resolved(each, workspace, fingerprint, tensor) for each in work.arguments]
+    kept = workspace.kernels.get(id(work))
+    if kept is not None:
+        kept[1][work.num_programs, 1, 1](*arguments)
+        return
+    compiled = kernel(work.kernel)[(work.num_programs,)](*arguments, **dict(work.options))
+    if hasattr(type(compiled), "__getitem__"):  # neither futures of Triton nor None have it
+        if len(workspace.kernels) >= _MOST_KEPT:
+            workspace.kernels.clear()
+        workspace.kernels[id(work)] = work, compiled  # which keeps its id
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """A `Launch.kernel` as a function of Triton."""
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"fusedcomm.kernels.triton.{module}"), function)
+
+
+def _resolved(argument: Any, workspace: Workspace, fingerprint: int, tensor: Callable[[steps.Place], Tensor]) -> Any:
+    match argument:
+        case steps.Place():
+            return tensor(argument)
+        case steps.Described(place, shape, strides, block):
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(tensor(place), list(shape), list(strides), list(block))
+        case steps.Table():
+            return workspace.segments
+        case steps.Fingerprint():
+            return fingerprint
+        case _:
+            return argument

@@ -10,9 +10,9 @@ import torch
 from rich.text import Text
 
 from fusedcomm import env
+from fusedcomm.env import environment
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
-from fusedcomm.machine import environment
 from fusedcomm.memory.redact import redact
 from fusedcomm.tools import doctor_gpus, doctor_host, doctor_ranks
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, LEVELS, OK, WARNING, Finding, told_once

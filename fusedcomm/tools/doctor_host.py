@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from fusedcomm import env
-from fusedcomm.machine import PACKAGES, version
+from fusedcomm.env import PACKAGES, version
 from fusedcomm.memory import topology
 from fusedcomm.memory.nccl_options import nccl_version_text
 from fusedcomm.tools.doctor_findings import ABSENT, ERROR, OK, WARNING, Finding

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import fusedcomm
 from fusedcomm import env
+from fusedcomm.env import version
 from fusedcomm.launch.ranks import RankError, RankPool
 from fusedcomm.launch.world import rank_device
-from fusedcomm.machine import version
 from fusedcomm.memory.group import process_group, store
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize

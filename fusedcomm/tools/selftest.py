@@ -26,11 +26,11 @@ from torch.distributed import ProcessGroup
 
 import fusedcomm
 from fusedcomm.env import ALGORITHMS, WITH_WORKSPACE
-from fusedcomm.errors import PeerError
 from fusedcomm.launch import console, world
 from fusedcomm.launch.console import Column, Table
 from fusedcomm.launch.provenance import run_facts
 from fusedcomm.launch.ranks import RankError
+from fusedcomm.memory.errors import PeerError
 from fusedcomm.memory.group import process_group, store
 from fusedcomm.memory.members import member
 from fusedcomm.memory.vote import agree

@@ -3,8 +3,7 @@
 import argparse
 import os
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,8 +38,7 @@ class TuneResult:
 
     failed: str = ""
     found: tune.Tuned | None = None
-    file: str = ""
-    device: str = ""
+    key: dict[str, Any] = field(default_factory=dict)  # of the file
     seconds: float = 0.0
 
 
@@ -88,38 +86,34 @@ def run(args: argparse.Namespace) -> int:
     if result is None:
         return 0
     if args.json and result.found:
-        console.write_json(args.json, report(result, device_type, world_size, args.quick))
+        console.write_json(args.json, report(result, args.quick))
     if result.failed:
         return console.fail("tune", result.failed)
-    _print(result, world_size)
+    _print(result)
     return 0
 
 
 def _stored(args: argparse.Namespace, device_type: str, world_size: int) -> int:
     """Do what --show or --reset says, without ranks; on every host of a torchrun."""
-    group = torch.device("cuda:0" if device_type == "cuda" else "cpu"), world_size
-    out, threads = console.stdout(), torch.get_num_threads()
+    out, key = console.stdout(), tuned.key(torch.device("cuda:0" if device_type == "cuda" else "cpu"), world_size)
     if device_type == "cpu":
-        torch.set_num_threads(1)  # as a rank has: numbers are kept by that count
+        key["threads"] = 1  # a rank's
     try:
-        file = tuned.path_of(tuned.key(*group))
+        file = tuned.path_of(key)
         if args.reset:
             text = "removed" if file.exists() else "there was no"
             file.unlink(missing_ok=True)
             out.print(f"{text} {file}", soft_wrap=True)
             return 0
-        constants = tuned.read(*group)
+        constants = tuned.read(key)
     except OSError as error:
         return console.fail("tune", f"{error.filename}: {error.strerror}")
-    finally:
-        torch.set_num_threads(threads)
     where = f"tuned numbers of {file}" if constants else f"default numbers: nothing usable in {file}"
     out.print(f"{world_size} ranks, {device_type}: {where}", soft_wrap=True)
     used = constants or DEFAULTS[device_type]
     console.show(_table(used), out)
     if args.json:
-        result = TuneResult("", tune.Tuned(used), str(file))
-        console.write_json(args.json, report(result, device_type, world_size, False))
+        console.write_json(args.json, report(TuneResult("", tune.Tuned(used), key), False))
     return 0
 
 
@@ -136,44 +130,39 @@ def _measure(rank: int, device_type: str, quick: bool) -> TuneResult:
         return TuneResult(f"what calls can run here cannot be measured: {reason}")
     except tune.Unreliable as reason:
         return TuneResult(f"{reason}. {NOT_KEPT}")
-    key, failed = tuned.key(device, ours.group_size), ""
+    result = TuneResult("", found, tuned.key(device, ours.group_size), time.perf_counter() - start)
+    if why := tune.misfit(found.samples):
+        return replace(result, failed=f"{why}; the noise was {found.noise:.0%}. {MISFIT}")
     try:
-        if why := tune.misfit(found.samples):
-            failed = f"{why}; the noise was {found.noise:.0%}. {MISFIT}"
-        else:
-            tune.write_for_all(found.constants, device, process_group(None))
+        tune.write_for_all(found.constants, result.key, process_group(None))
     except OSError as error:
-        failed = str(error)
-    seconds = time.perf_counter() - start
-    return TuneResult(failed, found, str(tuned.path_of(key)), key["device"], seconds)
+        return replace(result, failed=str(error))
+    return result
 
 
-def report(result: TuneResult, device_type: str, world_size: int, quick: bool) -> dict[str, Any]:
+def report(result: TuneResult, quick: bool) -> dict[str, Any]:
     """The JSON. Its units are seconds, bytes per second and FLOP per second."""
     assert result.found is not None
     return {
         **run_facts(),
-        "device": result.device,
-        "device_type": device_type,
-        "world_size": world_size,
+        **{name: result.key[name] for name in ("device", "device_type", "world_size")},
         "quick": quick,
         "seconds": result.seconds,
-        "file": Path(result.file).name,
+        "file": tuned.path_of(result.key).name,
         "digest": result.found.constants.digest,
         **asdict(result.found),
-        "constants": result.found.constants.to_json(),
     }
 
 
-def _print(result: TuneResult, world_size: int) -> None:
-    found, out = result.found, console.stdout()
+def _print(result: TuneResult) -> None:
+    found, key, out = result.found, result.key, console.stdout()
     assert found is not None
-    out.print(f"{world_size} ranks ({result.device}), measured in {result.seconds:.0f} s", markup=False)
+    out.print(f"{key['world_size']} ranks ({key['device']}), measured in {result.seconds:.0f} s", markup=False)
     console.show(_table(found.constants), out)
     out.print(f"noise: one matmul, measured again and again among the rest, differed by {found.noise:.0%}")
     right = sum(each.loss == 0 for each in found.samples)
     out.print(f"of {len(found.samples)} small calls measured, the estimates name the fastest algorithm in {right}")
-    out.print(f"written to {result.file}", soft_wrap=True)
+    out.print(f"written to {tuned.path_of(key)}", soft_wrap=True)
     like = " of one thread" if found.constants.on_cpu else ""
     out.print(f"programs started from now on with as many ranks{like} use them; fusedcomm tune --reset removes them")
 
@@ -193,6 +182,6 @@ def _table(constants: Constants) -> Table:
 
 def _flat(constants: Constants) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, value in list(constants.to_json().items())[2:]:
+    for name, value in list(asdict(constants).items())[2:]:
         found |= {f"{name} {key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
     return found

@@ -4,17 +4,18 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Span
-from fusedcomm.kernels.triton.primitives import poison, span_index
-from fusedcomm.kernels.triton.rounds import (
+from fusedcomm.kernels.triton.primitives import (
     all_there,
     end_round,
     must_poison,
     next_push,
     next_round,
+    poison,
     report,
     report_all,
     slot_of,
     source_rank,
+    span_index,
     wait_source,
 )
 

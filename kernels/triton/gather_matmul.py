@@ -18,8 +18,17 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
-from fusedcomm.kernels.triton.primitives import fence_generic_writes, named, span_index
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, source_rank, wait_source
+from fusedcomm.kernels.triton.primitives import (
+    end_round,
+    fence_generic_writes,
+    must_poison,
+    named,
+    next_round,
+    slot_of,
+    source_rank,
+    span_index,
+    wait_source,
+)
 from fusedcomm.kernels.triton.scales import block_of, num_blocks, of_columns, scaled, w_step
 
 

@@ -5,8 +5,7 @@ import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Operands, Scales, Span
 from fusedcomm.kernels.triton.matmul import matmul_tile, row_of_batch, sizes_in_units, store_tile
-from fusedcomm.kernels.triton.primitives import tile_coords
-from fusedcomm.kernels.triton.rounds import next_push, report_all, slot_of
+from fusedcomm.kernels.triton.primitives import next_push, report_all, slot_of, tile_coords
 from fusedcomm.kernels.triton.token_rows import MASK_32, first_of_rank
 
 

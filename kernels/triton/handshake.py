@@ -3,12 +3,12 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import poison
-from fusedcomm.kernels.triton.rounds import (
+from fusedcomm.kernels.triton.primitives import (
     end_round,
     must_poison,
     next_push,
     next_round,
+    poison,
     signal_peers,
     wait_all,
     wait_source,

@@ -16,8 +16,7 @@ from fusedcomm.kernels.triton.matmul import (
     tile_of_chunk,
     tile_range,
 )
-from fusedcomm.kernels.triton.primitives import named, span_index
-from fusedcomm.kernels.triton.rounds import next_push, report, slot_of
+from fusedcomm.kernels.triton.primitives import named, next_push, report, slot_of, span_index
 from fusedcomm.kernels.triton.scales import num_blocks, of_columns, scaled
 
 

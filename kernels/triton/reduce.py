@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import rounded
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_round, slot_of, wait_all
+from fusedcomm.kernels.triton.primitives import end_round, must_poison, next_round, rounded, slot_of, wait_all
 
 
 @triton.jit

@@ -6,18 +6,21 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Span
-from fusedcomm.kernels.triton.primitives import in_units, poison, rounded, span_index
-from fusedcomm.kernels.triton.reduce import summed
-from fusedcomm.kernels.triton.rounds import (
+from fusedcomm.kernels.triton.primitives import (
     all_there,
     end_round,
+    in_units,
     must_poison,
     next_round,
+    poison,
+    rounded,
     slot_of,
     source_rank,
+    span_index,
     wait_all,
     wait_source,
 )
+from fusedcomm.kernels.triton.reduce import summed
 
 STAGES = tl.constexpr(3)  # rows of a program in flight
 

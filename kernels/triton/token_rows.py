@@ -11,8 +11,17 @@ as all ranks know, each rank's rows stay in its own slot instead.
 import triton
 import triton.language as tl
 
-from fusedcomm.kernels.triton.primitives import in_units, rounded
-from fusedcomm.kernels.triton.rounds import end_round, must_poison, next_push, next_round, report_all, slot_of, wait_all
+from fusedcomm.kernels.triton.primitives import (
+    end_round,
+    in_units,
+    must_poison,
+    next_push,
+    next_round,
+    report_all,
+    rounded,
+    slot_of,
+    wait_all,
+)
 
 MASK_32 = tl.constexpr(0xFFFFFFFF)
 

@@ -1,7 +1,7 @@
 """What nodes cost: formulas worked out by hand, links of groups in a world of 64, the pointwise rule, agreement."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -250,14 +250,14 @@ def _agree(rank: int, options: tuple[dict[str, Any], ...]) -> tuple[str, str, di
     own = Estimator("cpu", **options[rank])
     agreed = own.agreed()
     assert agreed.agreed() is agreed and agreed.agreed(dist.group.WORLD) is agreed
-    return own.digest(), agreed.digest(), {"times": agreed.times, "constants": agreed.constants.to_json()}
+    return own.digest(), agreed.digest(), {"times": agreed.times, "constants": asdict(agreed.constants)}
 
 
 def test_ranks_with_other_numbers_take_the_first_ones(ranks: Callable[[int], RankPool]) -> None:
     (own0, agreed0, _), (own1, agreed1, said) = ranks(2).run(_agree, OPTIONS)
     assert own0 != own1  # without agreement they would not say the same
     assert own0 == agreed0 == agreed1
-    assert said == {"times": OPTIONS[0]["times"], "constants": OPTIONS[0]["constants"].to_json()}
+    assert said == {"times": OPTIONS[0]["times"], "constants": asdict(OPTIONS[0]["constants"])}
 
 
 def _disagree(rank: int) -> str:

@@ -22,7 +22,7 @@ from fusedcomm.compile.graph import breaks, collectives
 from fusedcomm.compile.graph.collectives import functional
 from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
-from fusedcomm.errors import PeerTimeoutError
+from fusedcomm.memory.errors import PeerTimeoutError
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.graphs import collectives_of, targets
 from tests.helpers.merge_world import MESHES, WAIT, Calls, fake_world, traced

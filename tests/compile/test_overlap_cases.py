@@ -344,7 +344,7 @@ def test_numbers_of_tune_are_those_of_the_largest_group_that_has_some(
     groups: list[Peers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = {size: replace(model.DEFAULTS["cpu"], source=model.TUNED, link_latency=1e-6 * size) for size in (2, 4)}
-    monkeypatch.setattr(tuned, "read", lambda device, size: measured.get(size) if device.type == "cpu" else None)
+    monkeypatch.setattr(tuned, "read", lambda key: measured.get(key["device_type"] == "cpu" and key["world_size"]))
     found = {each.device_type: each.constants for each in agreed_ones()}
     assert found == {"cpu": measured[4], "cuda": model.DEFAULTS["cuda"]}
     own = Estimator("cpu", times={"mm": 1.0})

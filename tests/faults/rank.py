@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedcomm
-from fusedcomm.errors import PeerError
 from fusedcomm.memory import group_member, members
+from fusedcomm.memory.errors import PeerError
 from fusedcomm.memory.group import store
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace

@@ -55,10 +55,10 @@ FUSED = {
             *((name, "grouped_matmul", f"{name}_kernel") for name in ("grouped_matmul", "experts_matmul")),
         )
     },
-    "signal": "fusedcomm.kernels.triton.rounds:signal",
+    "signal": "fusedcomm.kernels.triton.primitives:signal",
     # One look at all flags, or one flag
-    "wait": "fusedcomm.kernels.triton.copy:all_there fusedcomm.kernels.triton.rounds:all_there"
-    " fusedcomm.kernels.triton.rounds:wait",
+    "wait": "fusedcomm.kernels.triton.copy:all_there fusedcomm.kernels.triton.primitives:all_there"
+    " fusedcomm.kernels.triton.primitives:wait",
     "end": "fusedcomm.memory.workspace:Workspace.launched",
     "result": "fusedcomm.memory.workspace:Workspace.empty",
 }

@@ -13,7 +13,7 @@ from triton.runtime.errors import InterpreterError
 
 from fusedcomm.bench import launch_now
 from fusedcomm.bench.virtual import VirtualGroup, run_op
-from fusedcomm.kernels.triton import primitives, rounds
+from fusedcomm.kernels.triton import primitives
 from fusedcomm.memory import segment
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.ops.call_arguments import Arguments
@@ -154,7 +154,7 @@ def test_a_batch_of_w_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_chunk_is_signalled_when_all_programs_have_stored_it(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, group_size = Problem("tiles", (150, 8), 300, 0, 1), 2
-    exchange, signal, holes = exchange_of(problem, group_size), rounds.signal, []
+    exchange, signal, holes = exchange_of(problem, group_size), primitives.signal, []
     ranks = virtual_ranks(group_size, group_size * exchange.chunk_numel * 4)
     start = ranks[0].layout.slot(1, ranks[0].slot_bytes)
 
@@ -163,7 +163,7 @@ def test_a_chunk_is_signalled_when_all_programs_have_stored_it(monkeypatch: pyte
         holes.append([int(chunk.isnan().sum()) for chunk in chunks])
         signal(*args)
 
-    monkeypatch.setattr(rounds, "signal", look)
+    monkeypatch.setattr(primitives, "signal", look)
     x, w, _ = integers(problem, 0, group_size)
     (spans,) = exchange.rounds(1 << 40)
     launch_now.push(x, w, None, spans, ranks[0], FINGERPRINT)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import fusedcomm
 from fusedcomm.memory import members, workspace
 from fusedcomm.memory.segment import ABANDONED, BROKEN_BY_PEER, ErrorRecord
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry.exchange import Exchange
+from fusedcomm.plan.planner import Plan
 from fusedcomm.plan.schedule import Launch, Wait
 from fusedcomm.run.python_executor import Execution
 from tests.helpers.groups import call, check, fresh_group

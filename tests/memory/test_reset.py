@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fusedcomm
 from fusedcomm.memory import canaries, vote
 from fusedcomm.ops import dispatch
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 from tests.helpers.groups import call, check, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.problems import HEADS, Problem

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed import DistError, HashStore, Store, TCPStore
 
-from fusedcomm.errors import PeerError, PeerTimeoutError
 from fusedcomm.memory import group_member
 from fusedcomm.memory import vote as vote_module
+from fusedcomm.memory.errors import PeerError, PeerTimeoutError
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.topology import Topology
 from fusedcomm.memory.vote import STORE_GRACE_S, agree

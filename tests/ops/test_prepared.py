@@ -11,7 +11,7 @@ import torch
 import fusedcomm
 from fusedcomm.memory import flight_recorder, segment
 from fusedcomm.ops import dispatch, prepared, register
-from fusedcomm.plan import call_plan
+from fusedcomm.plan import planner
 from tests.helpers.groups import call, check, empty_is_nan, fresh_group, member_of, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES
@@ -141,7 +141,7 @@ def test_calls_that_are_compared_are_not_prepared(rank: int) -> None:
 @on_ranks(2)
 def test_plans_that_take_too_much_are_dropped(rank: int) -> None:
     x, most = torch.ones(12, 8), 3
-    with started_group("chunked", PLAN_BYTES=str(2 * most * 10 * call_plan.STEP_BYTES)) as group:
+    with started_group("chunked", PLAN_BYTES=str(2 * most * 10 * planner.STEP_BYTES)) as group:
         for rows in (*range(1, 10), *range(1, 10)):
             for _ in range(3):
                 y = fusedcomm.matmul_all_reduce(x[: 2 * rows], torch.ones(8, 6), group)

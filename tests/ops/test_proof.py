@@ -27,7 +27,7 @@ from fusedcomm.ops.exact_problem import ExactProblem
 from fusedcomm.ops.proof import SIZES
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 from fusedcomm.run import calls
 from tests.helpers.groups import call, check, fresh_group, in_pieces, member_of
 from tests.helpers.on_ranks import on_ranks

@@ -16,7 +16,7 @@ import pytest
 
 from fusedcomm import tools
 from fusedcomm.bench import results_csv
-from fusedcomm.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
+from fusedcomm.memory.errors import RESET_FIRST, PeerError, PeerMismatchError, PeerTimeoutError
 from tests.helpers.problems import OPS
 
 ROOT = Path(__file__).parents[2]

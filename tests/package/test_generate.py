@@ -70,7 +70,7 @@ def test_stale_pages_are_named_and_written_anew(copy: Path, capsys: pytest.Captu
     """All others are as generated, or they would be named too."""
     for file, old, new in (
         ("fusedcomm/memory/members.py", "Free the workspaces", "Free all workspaces"),
-        ("fusedcomm/plan/geometry/spans.py", "\nimport ", "\nimport fusedcomm.errors\nimport "),
+        ("fusedcomm/files.py", "\nimport ", "\nimport fusedcomm.env\nimport "),
     ):
         text = (copy / file).read_text()
         assert old in text
@@ -84,7 +84,7 @@ def test_stale_pages_are_named_and_written_anew(copy: Path, capsys: pytest.Captu
     assert main([], copy) == 0
     assert not (copy / "docs/api/gone.md").exists()
     assert "Free all workspaces" in (copy / "docs/api/fusedcomm.md").read_text()
-    assert "room_plan --> room_errors" in (copy / "docs/architecture.md").read_text()
+    assert "room_files --> room_env" in (copy / "docs/architecture.md").read_text()
 
 
 def test_every_public_name_has_an_entry() -> None:

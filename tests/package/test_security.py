@@ -298,15 +298,15 @@ def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) 
     victim.write_text("mine")
     before = os.umask(0)
     try:
-        file = tuned.write(NUMBERS, CPU, 2)
+        file = tuned.write(NUMBERS, tuned.key(CPU, 2))
     finally:
         os.umask(before)
     assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(cache.stat().st_mode)) == (0o600, 0o700)
     file.unlink()
     file.symlink_to(victim)
-    tuned.write(OTHER_NUMBERS, CPU, 2)
+    tuned.write(OTHER_NUMBERS, tuned.key(CPU, 2))
     assert (victim.read_text(), file.is_symlink()) == ("mine", False)
-    assert tuned.read(CPU, 2) == OTHER_NUMBERS
+    assert tuned.read(tuned.key(CPU, 2)) == OTHER_NUMBERS
 
 
 # Bounds of every peer index

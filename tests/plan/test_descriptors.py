@@ -92,5 +92,5 @@ def test_tiles_are_counted_in_32_bits() -> None:
 @pytest.mark.thorough
 def test_launches_are_planned_without_triton() -> None:
     """None in sys.modules makes an import fail."""
-    imported = "import fusedcomm.plan.fused, fusedcomm.run.launching, fusedcomm.memory.signals"
+    imported = "import fusedcomm.plan.fused, fusedcomm.run.python_executor, fusedcomm.memory.signals"
     subprocess.run([sys.executable, "-c", f"import sys; sys.modules['triton'] = None; {imported}"], check=True)

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,7 +256,7 @@ def test_a_saving_is_by_default_numbers_before_the_group_has_come_together() -> 
 @pytest.mark.parametrize("device_type", DEFAULTS)
 def test_json_and_back(device_type: str) -> None:
     default = DEFAULTS[device_type]
-    read = Constants.from_json(json.loads(json.dumps(default.to_json())), model.DEFAULT, device_type)
+    read = Constants.from_json(json.loads(json.dumps(asdict(default))), model.DEFAULT, device_type)
     assert (read, read.digest, hash(read)) == (default, default.digest, hash(default))
     other = replace(default, chunk_overhead=default.chunk_overhead * 2)
     assert other != default

@@ -9,12 +9,11 @@ from tests.protocol.mirrors import Mirrors
 
 MIRRORED: Mirrors = {
     "programs.ProgramModel": {
-        "kernels/triton/rounds.py": (
+        "kernels/triton/primitives.py": (
             "next_round slot_of end_round report report_all signal_peer signal_peers source_rank all_there wait_all "
-            "wait_source",
-            "ce01d21f61b0",
+            "wait_source flags_of flag_value",
+            "84bcaba1d8b1",
         ),
-        "kernels/triton/primitives.py": ("flags_of flag_value", "b7a397fe7da3"),
     },
     "words._Rows": {
         "fusedcomm/run/routed_rows.py:BySlots": ("counts send collect _slot _signal _wait", "76c5d7675c88"),
@@ -31,10 +30,9 @@ MIRRORED: Mirrors = {
         "kernels/cpu/rounds.h": ("signal flag wait slot slot_offset end", "29752478fafa"),
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
         "kernels/triton/primitives.py": (
-            "signal wait poll poll_broken is_broken given_up give_up_earlier",
-            "c348f189a547",
+            "signal wait poll poll_broken is_broken given_up give_up_earlier must_poison next_push",
+            "ce57c1748a6f",
         ),
-        "kernels/triton/rounds.py": ("must_poison next_push", "ecf86bc1ab1b"),
     },
     "model.ProtocolModel: failures and resets": {
         "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "fc81ce13b05b"),

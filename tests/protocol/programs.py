@@ -6,7 +6,7 @@ receives waits for every source, the own one too; the last program that arrives 
 may come beside its matmul. Where rows are gathered, the matmul leaves its own chunk out, and waits for the own signal
 last.
 
-This mirrors kernels/triton/rounds.py, copy.py and fusedcomm/plan/fused.py (tests/protocol/mirrored.py).
+This mirrors kernels/triton/primitives.py, copy.py and fusedcomm/plan/fused.py (tests/protocol/mirrored.py).
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedcomm.bench import launch_now
-from fusedcomm.kernels.triton import copy, rounds, token_rows
+from fusedcomm.kernels.triton import copy, primitives, token_rows
 from fusedcomm.kernels.triton.bundles import Span
 from fusedcomm.plan.geometry.spans import RoundSpans
 from fusedcomm.plan.routing import ROWS
@@ -126,14 +126,14 @@ def test_who_still_reads_the_slot_of_a_failed_peer_is_told(monkeypatch: pytest.M
     early, late = virtual.virtual_ranks(2, slot_bytes=12 * 8 * 4)
     early.word(early.layout.timeout)[0] = int(20e6)
     show, add = (partial(of_rows, name, fingerprint=virtual.FINGERPRINT) for name in ("return_rows", "add_rows"))
-    place, tell = token_rows._place, rounds.give_up_earlier
+    place, tell = token_rows._place, primitives.give_up_earlier
 
     def place_late(*args: Any) -> Any:  # the late rank has waited for the early one, and is about to read
         monkeypatch.setattr(token_rows, "_place", place)
         assert (add(early, 0) == 2).all()
         show(early, 2)
         assert add(early, 0).isnan().all()
-        monkeypatch.setattr(rounds, "give_up_earlier", tell if tells else lambda *args: None)
+        monkeypatch.setattr(primitives, "give_up_earlier", tell if tells else lambda *args: None)
         show(early, 3)
         return place(*args)
 

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedcomm.errors import PeerTimeoutError
 from fusedcomm.launch.ranks import RankPool
+from fusedcomm.memory.errors import PeerTimeoutError
 from fusedcomm.plan.cost import tuned
 from fusedcomm.plan.cost.model import DEFAULTS, TUNED
 from fusedcomm.redistribution import mesh_groups
@@ -236,7 +236,7 @@ def test_hosts_are_numbered_in_the_order_of_the_mesh(ranks: Ranks) -> None:
 def tuned_on(rank: int, directories: list[str], host: str) -> Any:
     with left_as_found(CACHE_DIR=directories[rank], HOST_ID=host[rank]):
         if rank in (0, 3):
-            tuned.write(replace(DEFAULTS["cpu"], source=TUNED), torch.device("cpu"), 4)
+            tuned.write(replace(DEFAULTS["cpu"], source=TUNED), tuned.key(torch.device("cpu"), 4))
         dist.barrier()
         return mesh_groups.check(DeviceMesh("cpu", [0, 1, 2, 3])).constants
 

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fusedcomm.bench.virtual import VirtualGroup
-from fusedcomm.errors import PeerError
+from fusedcomm.memory.errors import PeerError
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import copies, launches, moves
 from fusedcomm.plan.geometry import exchange

@@ -14,10 +14,10 @@ from fusedcomm.ops.call_arguments import Arguments
 from fusedcomm.ops.table import OPS
 from fusedcomm.plan import fused
 from fusedcomm.plan.builder import Device, build, layout_of
-from fusedcomm.plan.call_plan import Plan
 from fusedcomm.plan.geometry import shapes
+from fusedcomm.plan.planner import Plan
 from fusedcomm.plan.schedule import Base, Copy, Launch, Multiply, Stream
-from fusedcomm.run import calls, launching
+from fusedcomm.run import calls, python_executor
 from tests.helpers import plain_cases
 from tests.helpers.plain_cases import IN_ROUNDS, Case
 from tests.helpers.schedule.programs import GPU as SM_90
@@ -135,21 +135,21 @@ class Compiled:
 @pytest.mark.parametrize("compiles", [True, False, "future"])  # a future: Triton compiles on a thread
 def test_the_second_launch_takes_what_was_compiled(compiles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, (workspace,) = Kernel(compiles), VirtualGroup(1, 128, "cpu").workspaces
-    monkeypatch.setattr(launching, "kernel", lambda name: kernel)
+    monkeypatch.setattr(python_executor, "kernel", lambda name: kernel)
     work = Launch("module.kernel", 5, (7,), (("num_warps", 4),))
     for _ in range(2):
-        launching.launch(work, workspace, 1, lambda place: torch.zeros(1))
+        python_executor.launch(work, workspace, 1, lambda place: torch.zeros(1))
     second = ((5, 1, 1), (7,)) if compiles is True else ((5,), (7,), {"num_warps": 4})
     assert kernel.launched == [((5,), (7,), {"num_warps": 4}), second]
     assert len(workspace.kernels) == (compiles is True)
 
 
 def test_kernels_of_a_workspace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_MOST_KEPT", 4)
-    monkeypatch.setattr(launching, "kernel", lambda name: Kernel(True))
+    monkeypatch.setattr(python_executor, "_MOST_KEPT", 4)
+    monkeypatch.setattr(python_executor, "kernel", lambda name: Kernel(True))
     (workspace,) = VirtualGroup(1, 128, "cpu").workspaces
     for _ in range(9):
-        launching.launch(Launch("module.kernel", 1, (), ()), workspace, 1, lambda place: torch.zeros(1))
+        python_executor.launch(Launch("module.kernel", 1, (), ()), workspace, 1, lambda place: torch.zeros(1))
     assert 0 < len(workspace.kernels) <= 4
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _get_work_registry_size
 
 import fusedcomm
-from fusedcomm.errors import PeerMismatchError
 from fusedcomm.memory import topology
+from fusedcomm.memory.errors import PeerMismatchError
 from fusedcomm.plan import planner
 from fusedcomm.plan.cost import in_pieces as cost
 from fusedcomm.plan.schedule import Multiply, Wait

@@ -29,7 +29,7 @@ from fusedcomm.memory.group import store
 from fusedcomm.memory.vote import agree
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops.exact_problem import difference
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 from fusedcomm.tools.selftest import settings
 from tests.helpers.groups import empty_is_nan
 from tests.soak import invoke

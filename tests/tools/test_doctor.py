@@ -17,8 +17,8 @@ import jsonschema
 import pytest
 
 from fusedcomm import env
+from fusedcomm.env import RELEVANT
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
-from fusedcomm.machine import RELEVANT
 from fusedcomm.ops import dispatch
 from fusedcomm.tools import doctor as command
 from fusedcomm.tools import doctor_gpus, doctor_host, doctor_ranks, main

@@ -22,7 +22,7 @@ from fusedcomm.launch import console, world
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
 from fusedcomm.memory import topology
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan.call_plan import Plan
+from fusedcomm.plan.planner import Plan
 from fusedcomm.run import calls
 from fusedcomm.tools import main, selftest
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedcomm import machine
+from fusedcomm import env
 from fusedcomm.bench import common
 from fusedcomm.launch import world
 from fusedcomm.tools import explain, main, postmortem
@@ -136,9 +136,9 @@ def test_cpus_are_those_that_the_quota_of_a_container_is_enough_for(
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(env, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    assert machine.available_cpus() == expected
+    assert env.available_cpus() == expected
 
 
 def test_a_rank_without_a_world_size_is_not_torchrun_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from torch.fx import Node
 from fusedcomm.compile.graph.collectives import set_argument
 from fusedcomm.compile.graph.layout import Factor
 from fusedcomm.compile.graph.rewrite import consecutive
-from fusedcomm.plan.call_plan import CALL, GRAPH
+from fusedcomm.plan.planner import CALL, GRAPH
 
 # In the metadata of a collective that ranks changed together: the digest that they agreed to.
 AGREED = "fusedcomm_changed_by"

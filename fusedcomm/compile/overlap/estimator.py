@@ -11,7 +11,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class Estimator:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        return vars(self) | {"constants": self.constants.to_json()}
+        return vars(self) | {"constants": asdict(self.constants)}
 
     # costs of nodes
 
@@ -376,5 +376,5 @@ def _tuned(device_type: str) -> Constants | None:
         return None
     sizes = {len(ranks) for _, _, ranks in memberships()}
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    read = (tuned.read(device, size) for size in sorted(sizes, reverse=True))
+    read = (tuned.read(tuned.key(device, size)) for size in sorted(sizes, reverse=True))
     return next((constants for constants in read if constants is not None), None)

@@ -96,18 +96,15 @@ class Constants:
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def __hash__(self) -> int:  # quick, because the plan of every call needs it
         return hash(self.digest)
 
-    def to_json(self) -> dict[str, Any]:
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in asdict(self).items()}
-
     @staticmethod
     def from_json(data: Any, source: str, device_type: str) -> Constants:
-        """Raises ValueError unless ``data`` is what ``to_json`` gives for such constants that a machine can have."""
-        _check("", data, DEFAULTS[device_type].to_json() | {"source": source})
+        """Raises ValueError unless ``data`` is what ``asdict`` gives for such constants that a machine can have."""
+        _check("", data, asdict(DEFAULTS[device_type]) | {"source": source})
         return Constants(**data)
 
     @property
@@ -162,16 +159,15 @@ def _check(name: str, value: Any, default: Any) -> None:
             raise ValueError(f"{name or 'constants'} must have exactly the keys {', '.join(default)}")
         for key in default:
             _check(f"{name}[{key}]" if name else key, value[key], default[key])
-        return
-    if isinstance(default, str):
+    elif isinstance(default, str):
         if value != default:
             raise ValueError(f"its {name} must be {default}, got {value!r:.40}")
-        return
-    is_time = name.partition("[")[0].endswith(("overhead", "latency"))
-    small, large = (0.0, 1.0) if is_time else (default / 1e6, default * 1e6)
-    kinds = (int,) if isinstance(default, int) else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not small <= value <= large:  # NaN is not
-        raise ValueError(f"{name} must be a number in [{small:g}, {large:g}], got {value!r:.40}")
+    else:
+        is_time = name.partition("[")[0].endswith(("overhead", "latency"))
+        small, large = (0.0, 1.0) if is_time else (default / 1e6, default * 1e6)
+        kinds = (int,) if isinstance(default, int) else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not small <= value <= large:  # NaN is not
+            raise ValueError(f"{name} must be a number in [{small:g}, {large:g}], got {value!r:.40}")
 
 
 # "cuda", behind each line: [M] one H200, 2026-11-26, bench/results/gpu-h200-2026-11-26-kernels.json and -native.json;
@@ -237,16 +233,15 @@ def usual_call(kind: str, chunk_numel: int, group_size: int, device_type: str) -
     Ranks decide by it together, whatever matmul each of them has.
     """
     width = max(1, min(_USUAL_WIDTH[device_type], chunk_numel))
-    rows = -(-chunk_numel // width)
+    op, rows, w = _OPS[kind][0], -(-chunk_numel // width), (width, width)
+    part, whole = (rows, width), (group_size * rows, width)
     if kind == "all_to_all":
-        call = shapes.matmul_all_to_all((rows, width), (width, group_size * width), None, 0, 1, group_size)
-        return "matmul_all_to_all", call
+        return op, shapes.matmul_all_to_all(part, (width, group_size * width), None, 0, 1, group_size)
     if kind == "all_gather":
-        return "all_gather_matmul", shapes.all_gather_matmul((rows, width), [(width, width)], 0, group_size)
-    x, w = (group_size * rows, width), (width, width)
+        return op, shapes.all_gather_matmul(part, [w], 0, group_size)
     if kind == "reduce_scatter":
-        return "matmul_reduce_scatter", shapes.matmul_reduce_scatter(x, w, "sum", 0, group_size)
-    return "matmul_all_reduce", shapes.matmul_all_reduce(x, w, "sum", group_size)
+        return op, shapes.matmul_reduce_scatter(whole, w, "sum", 0, group_size)
+    return op, shapes.matmul_all_reduce(whole, w, "sum", group_size)
 
 
 @functools.lru_cache(maxsize=64)
@@ -274,17 +269,14 @@ def pads(kind: str, cut: Cut, outer_bytes: int, device_type: str) -> bool:
     size, constants = cut.group_size, DEFAULTS[device_type]
     if size == 1 or constants.on_cpu:
         return False
-    alone = (1,) * size
-    gathered, scattered = (alone if parts is None else parts.sizes for parts in cut[1:])
-    largest = outer_bytes * max(gathered) * max(scattered)
+    gathered, scattered = ((1,) * size if parts is None else parts.sizes for parts in cut[1:])
+    largest, num_gathered, num_scattered = outer_bytes * max(gathered) * max(scattered), sum(gathered), sum(scattered)
     padded = constants.collective(kind, largest, size)
     padded += constants.copy(largest if kind == "all_gather" else size * largest)
-    sent = [part * sum(scattered) for part in gathered]  # by rank, with the own chunk
-    own = [g * s for g, s in zip(gathered, scattered, strict=True)]
-    received = [sum(gathered) * part for part in scattered]
-    to_a_peer = max(max(each) - o for *each, o in zip(sent, received, own, strict=True)) / (size - 1)
-    as_they_are = constants.collective("all_to_all", outer_bytes * to_a_peer, size)
-    as_they_are += constants.copy(outer_bytes * max(sent)) + (size - 1) * constants.link_latency
+    by_rank = zip(gathered, scattered, strict=True)
+    moved = max(max(g * num_scattered, s * num_gathered) - g * s for g, s in by_rank)  # sent or received
+    as_they_are = constants.collective("all_to_all", outer_bytes * moved / (size - 1), size)
+    as_they_are += constants.copy(outer_bytes * max(gathered) * num_scattered) + (size - 1) * constants.link_latency
     if kind == "reduce_scatter":
         as_they_are += constants.reduce(largest, size)
     return padded < as_they_are
@@ -306,7 +298,8 @@ class TimedCall:
     def __init__(
         self, op: str, exchange: Exchange, dtype: str, constants: Constants, multiplied: str | None = None
     ) -> None:
-        comes_in_pieces = exchange.comes_in_pieces(ITEMSIZE[dtype])
+        self.chunk_bytes, in_pieces = exchange.chunk_numel * ITEMSIZE[dtype], exchange.comes_in_pieces(ITEMSIZE[dtype])
+        self.pieces = num_pieces(self.chunk_bytes) if in_pieces and not constants.on_cpu else 1  # of `chunked`
         self.exchange = exchange = exchange.for_all
         self.kind, self.num_ranks, self.dtype, self.constants = KINDS[op], exchange.group_size, dtype, constants
         self.multiplied = multiplied or dtype
@@ -319,10 +312,7 @@ class TimedCall:
         self.at_once = exchange.few_rows or exchange.is_plain  # one matmul for all chunks, or none
         float8_by_kernel = _FLOAT8_RATES if exchange.gathers else (BLOCKS,)
         self.by_cublas = exchange.by_cublas and self.multiplied not in float8_by_kernel
-        self.chunk_bytes = exchange.chunk_numel * ITEMSIZE[dtype]
         self.all_bytes = self.num_ranks * self.chunk_bytes
-        self.takes_all = exchange.takes_all(ITEMSIZE[dtype])
-        self.pieces = num_pieces(self.chunk_bytes) if comes_in_pieces and not constants.on_cpu else 1  # of `chunked`
 
     def unfused(self) -> float:
         constants = self.constants
@@ -397,7 +387,7 @@ class TimedCall:
     def _chunked_gather(self) -> float:
         constants = self.constants
         transfers = (self.num_ranks - 1) * constants.transfer(self.chunk_bytes) + constants.signal_latency
-        if self.at_once or self.takes_all:
+        if self.at_once or self.exchange.takes_all(ITEMSIZE[self.dtype]):
             arrival, matmul = transfers + constants.unpack(self.all_bytes), self.matmul()
             return arrival / self.pieces + max(matmul, (1 - 1 / self.pieces) * arrival + matmul / self.pieces)
         each = self.chunk_matmul()

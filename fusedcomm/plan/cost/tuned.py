@@ -4,24 +4,24 @@ The file is data from outside. It is ignored, with a warning that says why, unle
 user that nobody else can write, with the expected version, key and fields, and numbers that a machine can have.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fusedcomm import env, files
-from fusedcomm.machine import cpu_name, version
+from fusedcomm.env import cpu_name, version
 from fusedcomm.plan.cost.model import TUNED, Constants
 
 log = logging.getLogger("fusedcomm")
 
-VERSION = 3
 MAX_BYTES = 1 << 16
-_logged: set[tuple[str, str]] = set()
 
 
 def key(device: torch.device, group_size: int) -> dict[str, Any]:
@@ -45,45 +45,42 @@ def path_of(key: dict[str, Any]) -> Path:
     return env.cache_dir() / f"tuned-{key['device_type']}-{key['world_size']}-{name}.json"
 
 
-def read(device: torch.device, group_size: int) -> Constants | None:
-    """The group's constants on this machine; None if it is not tuned, or, with a warning, if the file is not valid."""
-    expected = key(device, group_size)
+def read(key: dict[str, Any]) -> Constants | None:
+    """The constants kept under a key; None if there are none, or, with a warning, if the file is not valid."""
     try:
-        file = path_of(expected)
-        return _parse(files.read_own(file, MAX_BYTES), expected)
+        file = path_of(key)
+        return _parse(files.read_own(file, MAX_BYTES), key)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        if (str(file), str(reason)) not in _logged:
-            _logged.add((str(file), str(reason)))
-            log.warning("tuned numbers in %s are ignored: %s", file, reason)
+        _warn_once(file, error.strerror if isinstance(error, OSError) else str(error))
         return None
 
 
-def write(constants: Constants, device: torch.device, group_size: int) -> Path:
+@functools.cache
+def _warn_once(file: Path, reason: str) -> None:
+    log.warning("tuned numbers in %s are ignored: %s", file, reason)
+
+
+def write(constants: Constants, key: dict[str, Any]) -> Path:
     """Replace the file in one step: a reader finds either the old file or the new one, whole. Raises OSError."""
-    holds_for = key(device, group_size)
     make_directory()
-    content = {"version": VERSION, "key": holds_for, "constants": constants.to_json()}
-    return files.replace(path_of(holds_for), json.dumps(content, indent=2))
+    content = {"key": key, "constants": asdict(constants)}
+    return files.replace(path_of(key), json.dumps(content, indent=2))
 
 
 def make_directory() -> None:
     """The cache directory, in which this user can then write. Raises OSError."""
     folder = env.cache_dir()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
 
 
 def _parse(content: bytes, expected: dict[str, Any]) -> Constants:
     """Raises ValueError for all that is not as expected, broken JSON included."""
     data = json.loads(content)
-    if not isinstance(data, dict) or set(data) != {"version", "key", "constants"}:
-        raise ValueError("it must have the fields version, key and constants")
-    if data["version"] != VERSION:
-        raise ValueError(f"its version must be {VERSION}, got {data['version']!r:.40}")
+    if not isinstance(data, dict) or set(data) != {"key", "constants"}:
+        raise ValueError("it must have the fields key and constants")
     if data["key"] != expected:
         raise ValueError("it must be of this device, group size and these versions")
     return Constants.from_json(data["constants"], TUNED, expected["device_type"])

@@ -7,7 +7,6 @@ MOVES = "fusedcomm/plan/moves.py"
 WORKSPACE = "fusedcomm/memory/workspace.py"
 MEMBER = "fusedcomm/memory/group_member.py"
 MEMBERS = "fusedcomm/memory/members.py"
-ROUNDS = "kernels/triton/rounds.py"
 PRIMITIVES = "kernels/triton/primitives.py"
 ROWS_OF_EXPERTS = "tests/kernels/test_token_rows.py::test_rows_and_sums_are_right_in_a_random_order"
 
@@ -62,13 +61,13 @@ CONTROLS: dict[str, Control] = {
         "tests/plan/test_schedule.py::test_nothing_races[2-chunked]",
     ),
     "the last program of a chunk signals": Control(
-        ROUNDS,
+        PRIMITIVES,
         "if before + num_stored == num_parts:",
         "if before >= 0:",
         "tests/kernels/test_push_matmul.py::test_a_chunk_is_signalled_when_all_programs_have_stored_it",
     ),
     "the last program of a round counts it": Control(
-        ROUNDS,
+        PRIMITIVES,
         "if arrivals + 1 == tl.num_programs(0):",
         "if arrivals >= 0:",
         "tests/kernels/test_reduce.py::test_every_shape",
@@ -227,7 +226,7 @@ CONTROLS: dict[str, Control] = {
         "tests/memory/test_faults.py::test_a_late_rank_gets_an_error_too",
     ),
     "a look at the broken words after the reads of a kernel": Control(
-        ROUNDS,
+        PRIMITIVES,
         "    failed = failed | is_broken(round, LAYOUT)\n",
         "",
         "tests/kernels/test_failed_waits.py::test_broken_by_a_peer[True-reduce]",
@@ -239,7 +238,7 @@ CONTROLS: dict[str, Control] = {
         "tests/kernels/test_failed_waits.py::test_time_out_names_who_is_missing[unpack and norm]",
     ),
     "a failed rank tells who still reads before it pushes": Control(
-        ROUNDS,
+        PRIMITIVES,
         "    give_up_earlier(segments_ptr, rank, LAYOUT)\n",
         "",
         "tests/protocol/test_late_failure.py::test_who_still_reads_is_told",

@@ -13,7 +13,7 @@ from fusedcomm.kernels.triton.bundles import Spans
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from fusedcomm.plan.geometry.spans import Span
 from fusedcomm.plan.schedule import Described, Launch, Place
-from fusedcomm.run.launching import kernel
+from fusedcomm.run.python_executor import kernel
 from tests.helpers.schedule.operations import Flag, Step, Work
 from tests.helpers.schedule.region import Region, region
 
