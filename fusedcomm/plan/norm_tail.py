@@ -45,12 +45,14 @@ def with_norm(
 
 
 def push_reduce_norm(
-    push_reduce_gather: Reduce, s: Builder, exchange: Exchange, terms: Terms, *, fused: bool = False
+    push_reduce_gather: Reduce, s: Builder, exchange: Exchange, terms: Terms, *, algorithm: str
 ) -> Tensor:
-    """``residual_out`` of an all_reduce. ``fused``: by Triton kernels, on a CPU interpreted."""
+    """``residual_out`` of an all_reduce."""
+    fused = algorithm == "fused"
     if exchange.gathers:
         return _one_shot(s, exchange, terms, fused)
-    norm, residual, by_kernel = terms.norm, terms.residual, fused or s.device.is_gpu
+    norm, residual = terms.norm, terms.residual
+    by_kernel = fused or (s.device.is_gpu and algorithm == "chunked")
     assert norm is not None and residual is not None
     as_they_come = by_kernel and _sends_rows(s, exchange, residual)
     terms = terms if as_they_come else terms._replace(norm=None)

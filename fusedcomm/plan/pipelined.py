@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fusedcomm.plan.builder import Builder, Given
 from fusedcomm.plan.chunk_matmul import GatheredMatmul, Operand, PushedMatmul, own_place
-from fusedcomm.plan.chunked import results
+from fusedcomm.plan.chunked import own_part, results
 from fusedcomm.plan.copies import copy_between
 from fusedcomm.plan.geometry.exchange import ALIGNED, Exchange, aligned_numel
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
@@ -54,8 +54,7 @@ def push_matmul(s: Builder, exchange: Exchange, x: Operand, w: Operand, bias: Gi
 
 
 def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
-    """``reduce_scatter(x @ w + partial_bias) * scale + bias``."""
-    assert terms.residual is None and terms.norm is None
+    """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``, and the norm of its rows."""
     made = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
     matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
 
@@ -63,15 +62,18 @@ def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
         piece.push_sum(matmul, terms.scale)
         yield
         piece.wait()
-        piece.reduce(made, terms.bias, terms.scale)
+        piece.reduce(made, terms.bias, terms.scale, terms.residual)
 
     _interleave(s, exchange, terms.x.dtype, 2, stages)
+    if terms.norm is not None:
+        s.norm(terms.norm.normed, made, terms.norm.weight, terms.norm.eps)
     return made
 
 
 def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
-    """``all_reduce(x @ w + partial_bias) * scale + bias``: an all_to_all of terms, then an all_gather of sums."""
-    assert terms.residual is None and terms.norm is None
+    """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: an all_to_all of terms, an all_gather of sums."""
+    assert terms.norm is None
+    residual = None if terms.residual is None else own_part(s, exchange, terms.residual)
     made = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
     reduced = s.temporary(exchange.block, terms.x.dtype)
     matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
@@ -80,7 +82,7 @@ def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
         piece.push_sum(matmul, terms.scale)
         yield
         piece.wait()
-        piece.reduce(reduced, terms.bias, terms.scale)
+        piece.reduce(reduced, terms.bias, terms.scale, residual)
         piece.gather(reduced)
         yield
         piece.place_own(made, reduced)
@@ -251,12 +253,15 @@ class Piece:
         for src_rank, chunk in self.received():
             self._place(out, src_rank, chunk)
 
-    def reduce(self, out: Tensor, bias: Tensor | None, scale: float) -> None:
-        """Add all chunks in rank order: ``out = sum * scale + bias``; or take the backend's sum."""
+    def reduce(self, out: Tensor, bias: Tensor | None, scale: float, residual: Tensor | None = None) -> None:
+        """Add all chunks in rank order, or take the backend's sum: ``out = sum * scale + bias + residual``."""
         parts = [self._own()]
         if not self.s.backend_sums:
             by_rank = {self.rank: self._own(), **dict(self.received())}
             parts = [by_rank[src_rank] for src_rank in range(self.s.group_size)]
+        if residual is not None:
+            assert scale == 1
+            parts.append(self.packed(residual, self.rank).view(-1))
         with self.s.lane("copy"):
             self.s.reduce(self.packed(out, self.rank).view(-1), parts, bias, 1.0 if self.s.backend_sums else scale)
 

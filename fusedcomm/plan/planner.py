@@ -19,7 +19,7 @@ collective. Rules exclude algorithms, each with its reason:
     GPU, a proof that failed (`ops.proof`)              unfused     in place of that algorithm, unless it is forced
     not gloo on a CPU, nor NCCL on a GPU                not pipelined  nobody has tried it
     CUDA graph, or `before_capture`                     not pipelined  nobody has tried it
-    a norm behind the collective                        not pipelined  it has none
+    whole terms, with a norm behind them                not pipelined  it sends sums
     float8 on sm_80                                     not fused   it has no float8; chunked dequantises
 
 Of the wires left, the one runs that `cost` finds fastest for a call of that payload with a usual matmul
@@ -325,8 +325,8 @@ def _reject_reason(op: str, name: str | None, exchange: Exchange, dtype: torch.d
     topology = member.topology
     if name == "unfused":
         return None
-    if op.endswith("_norm") and name == "pipelined":
-        return "pipelined has no norm"
+    if op.endswith("_norm") and exchange.gathers and name == "pipelined":
+        return "pipelined sends sums, not whole terms"
     if dtype == torch.float64:
         return "float64 has no overlapped algorithm"
     if name == "pipelined":

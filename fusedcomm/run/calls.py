@@ -99,7 +99,7 @@ def program_of(algorithm: str, name: str) -> Program:
         return partial(scaled_programs.push, program_of(algorithm, name.removeprefix("scaled_")))
     module = ALGORITHMS[algorithm]
     if name == "push_reduce_norm":
-        program = partial(norm_tail.push_reduce_norm, module.push_reduce_gather, fused=algorithm == "fused")
+        program = partial(norm_tail.push_reduce_norm, module.push_reduce_gather, algorithm=algorithm)
         return partial(norm_tail.with_norm, program)
     if name == "push_reduce_scatter_norm":
         return partial(norm_tail.with_norm, partial(norm_tail.push_reduce_scatter_norm, module.push_reduce))

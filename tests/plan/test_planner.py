@@ -112,7 +112,8 @@ ESTIMATED = "estimated "
         ("matmul_all_reduce_norm", DECODED_TAIL, BF16, member(), False, "unfused", "16 KiB per peer, a decode size"),
         ("matmul_all_reduce_norm", TWO_SHOT, BF16, member(), False, "chunked", ESTIMATED),
         ("matmul_reduce_scatter_norm", FEW_ROWS, BF16, member(), True, "fused", "CUDA graph: few rows"),
-        ("all_reduce_norm", TWO_SHOT, BF16, member(verdict=ACROSS), False, "unfused", "rank 1 is on another host"),
+        ("all_reduce_norm", TWO_SHOT, BF16, member(verdict=ACROSS), False, "pipelined", "rank 1 is on another host"),
+        ("all_reduce_norm", ONE_SHOT, BF16, member(verdict=ACROSS), False, "unfused", "rank 1 is on another host"),
     ],
 )
 def test_each_rule(
