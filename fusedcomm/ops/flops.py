@@ -33,7 +33,7 @@ def _of_results(x_shape: Any, w_shapes: Sequence[Sequence[int]], *_: Any, out_sh
     return sum(2 * math.prod(out) * w[-2] for out, w in zip(out_shape[0], w_shapes, strict=True))
 
 
-@register_flop_formula(_ops.moe_dispatch_matmul)
+@register_flop_formula(_ops.moe_dispatch)
 def _of_rows(
     x_shape: Any, ids_shape: Any, w_shapes: Sequence[Sequence[int]], *_: Any, out_shape: Any, **__: Any
 ) -> int:

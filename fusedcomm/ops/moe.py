@@ -1,7 +1,7 @@
 """Mixture of experts: tokens go to the ranks of their experts and come back, with sizes that the host knows before."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from fusedcomm.ops.call_check import told_to_peers
 from fusedcomm.ops.routed import require  # registers the ops too
 from fusedcomm.plan import routing as layout
 from fusedcomm.plan.geometry.shapes import OP_DTYPES
+
+Experts = TypeVar("Experts", Tensor, list[Tensor])
 
 
 def moe_dispatch(
@@ -61,9 +63,8 @@ def moe_dispatch(
         assert fusedcomm.moe_counts(routing).tolist() == [2, 4]
         assert fusedcomm.moe_combine(rows, routing, torch.ones(3, 1)).equal(x)
     """
-    args = _of_dispatch(x, expert_ids, num_experts, capacity, group, alignment, max_tokens)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.fusedcomm.moe_dispatch(*args)
-    return found
+    rows, offsets, routing = _dispatch(x, expert_ids, (), num_experts, capacity, group, alignment, max_tokens)
+    return rows, offsets, routing
 
 
 def moe_combine(rows: Tensor, routing: Tensor, scores: Tensor, group: Group = None) -> Tensor:
@@ -104,14 +105,14 @@ def grouped_matmul_combine(h: Tensor, w: Tensor, routing: Tensor, scores: Tensor
 def dispatch_grouped_matmul(
     x: Tensor,
     expert_ids: Tensor,
-    w: Tensor | Sequence[Tensor],
+    w: Experts,
     num_experts: int,
     capacity: int | None,
     group: Group = None,
     *,
     alignment: int = 1,
     max_tokens: int | None = None,
-) -> tuple[Any, Tensor, Tensor]:
+) -> tuple[Experts, Tensor, Tensor]:
     """`moe_dispatch`, and its rows times the w of their experts.
 
     Args:
@@ -129,10 +130,10 @@ def dispatch_grouped_matmul(
         w. The rest is that of `moe_dispatch`. On GPUs half of the experts' rows travel while others are multiplied, if
         that pays.
     """
-    ws = [w] if isinstance(w, Tensor) else [*w]
-    args = _of_dispatch(x, expert_ids, num_experts, capacity, group, alignment, max_tokens, ws)
-    _, offsets, routing, *hs = torch.ops.fusedcomm.moe_dispatch_matmul(*args)
-    return hs[0] if isinstance(w, Tensor) else hs, offsets, routing
+    several = isinstance(w, list)
+    ws: Any = w if several else [w]
+    _, offsets, routing, *hs = _dispatch(x, expert_ids, ws, num_experts, capacity, group, alignment, max_tokens)
+    return cast(Experts, hs if several else hs[0]), offsets, routing
 
 
 def moe_overflow(routing: Tensor) -> Tensor:
@@ -153,22 +154,19 @@ def moe_counts(routing: Tensor) -> Tensor:
     return layout.totals(routing)
 
 
-def _of_dispatch(
+def _dispatch(
     x: Tensor,
     expert_ids: Tensor,
+    ws: Sequence[Tensor],
     num_experts: int,
     capacity: int | None,
     group: Group,
     alignment: int,
     max_tokens: int | None,
-    ws: list[Tensor] | None = None,
-) -> tuple[Any, ...]:
-    """The arguments of the op, with ``ws`` if there are any, cast and checked."""
+) -> list[Tensor]:
+    """[rows, offsets, routing], and the rows times each of ``ws``."""
     group_size, group_name = resolve(group)
     with told_to_peers("moe_dispatch", group_name, x):
-        if ws is not None:
-            require(len(ws) > 0, "w", "[E / R, H, N], or several", ws)
-            x, *ws = checked_and_cast(x, num_experts, group_size, *ws)
         _check_payload("x", x)
         _check_slots("expert_ids", expert_ids)
         for name, value in {"num_experts": num_experts, "alignment": alignment}.items():
@@ -178,6 +176,8 @@ def _of_dispatch(
         require(x.shape[:-1] == expert_ids.shape[:-1], "expert_ids", "[*x.shape[:-1], k]", expert_ids.shape)
         require(x.device == expert_ids.device, "expert_ids", f"on {x.device}", expert_ids.device)
         require(num_experts % group_size == 0, "num_experts", "a multiple of group_size", num_experts)
+        require(ws != [], "w", "[E / R, H, N], or a list of them", ws)
+        x, *ws = _checked_and_cast("x", x, num_experts, group_size, *ws)
         ids = expert_ids.flatten(0, -2)
         if max_tokens is not None:
             require(ids.shape[0] <= max_tokens, "max_tokens", "at least the tokens of x", max_tokens)
@@ -188,8 +188,10 @@ def _of_dispatch(
             capacity = group_size * max_tokens * min(ids.shape[1], own) + own * (alignment - 1)
         check_int("capacity", capacity)
         require(capacity >= 0, "capacity", "at least 0", capacity)
-    of_ws = () if ws is None else (ws,)
-    return x.flatten(0, -2), ids, *of_ws, num_experts, capacity, alignment, group_size, group_name
+    found: list[Tensor] = torch.ops.fusedcomm.moe_dispatch(
+        x.flatten(0, -2), ids, ws, num_experts, capacity, alignment, group_size, group_name
+    )
+    return found
 
 
 def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, group: Group) -> Tensor:
@@ -206,7 +208,7 @@ def _combined(h: Tensor, w: Tensor | None, routing: Tensor, scores: Tensor, grou
         require(routing.ndim == 2, "routing", "that of a dispatch", routing.shape)
         num_experts = routing.shape[-1]
         if w is not None:
-            h, w = checked_and_cast(h, num_experts, group_size, w)
+            h, w = _checked_and_cast(name, h, num_experts, group_size, w)
         flat = scores.flatten(0, -2)
         num_tokens, k = flat.shape
         shape = layout.packed_shape(num_tokens * k, num_experts, group_size)
@@ -228,17 +230,17 @@ def _check_slots(name: str, t: Any) -> None:
     require(t.ndim >= 2 and t.shape[-1] >= 1, name, "[..., k], k at least 1", t.shape)
 
 
-def checked_and_cast(x: Any, num_experts: int, group_size: int, *ws: Any) -> list[Tensor]:
-    """[x, *ws], cast by autocast. Each of ws is [E / R, x.shape[-1], N]."""
-    check_tensor("h", x)
+def _checked_and_cast(name: str, x: Tensor, num_experts: int, group_size: int, *ws: Any) -> list[Tensor]:
+    """[x, *ws], cast by autocast if there are ws. Each is [E / R, x.shape[-1], N]."""
     for w in ws:
         check_tensor("w", w)
-        require(w.ndim == 3 and w.shape[1] == x.shape[-1], "w", "[E / R, h.shape[-1], N]", w.shape)
-    kind, cast = x.device.type, [x, *ws]
-    if kind != "meta" and torch.is_autocast_enabled(kind) and torch.float64 not in [t.dtype for t in cast]:
-        cast = [t.to(torch.get_autocast_dtype(kind)) for t in cast]
-    for w in cast[1:]:
-        same = (w.dtype, w.device) == (cast[0].dtype, cast[0].device)
-        require(same, "w", "of h's dtype and device", (w.dtype, w.device))
+        require(w.ndim == 3 and w.shape[1] == x.shape[-1], "w", f"[E / R, {name}.shape[-1], N]", w.shape)
+    kind, found = x.device.type, [x, *ws]
+    casts = bool(ws) and kind != "meta" and torch.is_autocast_enabled(kind)
+    if casts and torch.float64 not in [t.dtype for t in found]:
+        found = [t.to(torch.get_autocast_dtype(kind)) for t in found]
+    for w in found[1:]:
+        same = (w.dtype, w.device) == (found[0].dtype, found[0].device)
+        require(same, "w", f"of {name}'s dtype and device", (w.dtype, w.device))
         require(w.shape[0] * group_size == num_experts, "w", "[num_experts / group_size, K, N]", w.shape)
-    return cast
+    return found

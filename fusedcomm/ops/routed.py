@@ -43,9 +43,7 @@ from fusedcomm.run.routed_rows import Alone, ByCollective, ByKernels, BySlots, g
 Way = Alone | ByCollective | BySlots | ByKernels
 _GROUP = "int group_size, str group_name"
 SCHEMAS = {
-    "moe_dispatch": "(Tensor x, Tensor expert_ids, int num_experts, int capacity, int alignment, "
-    f"{_GROUP}) -> (Tensor, Tensor, Tensor)",
-    "moe_dispatch_matmul": "(Tensor x, Tensor expert_ids, Tensor[] ws, int num_experts, int capacity, int alignment, "
+    "moe_dispatch": "(Tensor x, Tensor expert_ids, Tensor[] ws, int num_experts, int capacity, int alignment, "
     f"{_GROUP}) -> Tensor[]",
     "moe_send": f"(Tensor x, Tensor? scores, Tensor routing, int k, int capacity, {_GROUP}) -> Tensor",
     "moe_combine": "(Tensor h, Tensor? w, Tensor? scores, Tensor routing, SymInt num_tokens, int k, "
@@ -53,7 +51,7 @@ SCHEMAS = {
     "moe_grouped_matmul": "(Tensor h, Tensor w, Tensor offsets) -> Tensor",
     "moe_grouped_outer": "(Tensor a, Tensor b, Tensor offsets) -> Tensor",
 }
-COLLECTIVES = tuple(SCHEMAS)[:4]
+COLLECTIVES = tuple(SCHEMAS)[:3]
 
 
 @contextmanager
@@ -67,7 +65,7 @@ def _call(
     name: str,
     check: Callable[[bool], None],
 ) -> Iterator[Way]:
-    """A call on all ranks. ``args``: of the op, the payload first. ``experts``: of a rank that are multiplied.
+    """A call on all ranks. ``args``: of the op, the payload first. ``experts``: of a rank, if rows may go in pieces.
     ``facts``: equal on all of them; ``check`` raises where this rank's input is wrong, numbers included if it may look
     at them.
     """
@@ -86,12 +84,12 @@ def _call(
         with same_collective(op, name, t, **facts):
             record.state = flight_recorder.CHECKING
             check(_is_checked(t, ours.topology.check))
-        algorithm, reason = _algorithm(op, t, t.device, slot_bytes, experts, ours, proves=True)
+        algorithm, reason = _algorithm(op, t.dtype, t.device, slot_bytes, experts, ours, proves=True)
         has_workspace = algorithm in env.WITH_WORKSPACE
         if not has_workspace:
             _refuse_capture(op, t.device, reason)
-        if algorithm == "unfused" and reason != planner.FORCED:
-            planner.log_fallback(op, reason)
+        if not has_workspace and reason != planner.FORCED:
+            planner.log_fallback(op, reason, algorithm)
         with ours.lock if has_workspace else nullcontext():
             ours.count(record, algorithm)
             record.state = flight_recorder.RUNNING
@@ -109,7 +107,7 @@ def _call(
                 ours.num_calls -= 1
                 raise
             if workspace is None:
-                yield ByCollective(ours.memory, algorithm == "pipelined")
+                yield ByCollective(ours.memory, 2 if algorithm == "pipelined" else 1)
                 return
             record.runs_on(workspace)
             workspace.enter(op, fingerprint)  # by it a failure in a kernel names the op
@@ -136,18 +134,19 @@ def plan_of(op: str, args: Sequence[Any], device: torch.device) -> Plan:
     if size == 1:
         return Plan(op, "unfused", "one rank: nothing to exchange")
     if op == "moe_combine":
-        slot_bytes, w = _combine_bytes(*args[:2]), args[1]
+        slot_bytes, experts = _combine_bytes(*args[:2]), _own(args[3], size)
     else:
-        num_experts, capacity, _ = args[-5:-2]
-        slot_bytes, w = _dispatch_bytes(t, num_experts, capacity, size), (*args[2], None)[0] if len(args) > 7 else None
-    algorithm, why = _algorithm(op, t, device, slot_bytes, _num(w), member(name, device), proves=False)
+        ws, num_experts, capacity = args[2:5]
+        slot_bytes, experts = _dispatch_bytes(t, num_experts, capacity, size), num_experts // size if ws else 0
+    algorithm, why = _algorithm(op, t.dtype, device, slot_bytes, experts, member(name, device), proves=False)
     if algorithm not in env.WITH_WORKSPACE:
         return Plan(op, algorithm, why)
     return Plan(op, algorithm, why or f"on a {device.type} rows go straight to their places", slot_bytes, 1)
 
 
-def _num(w: Tensor | None) -> int:
-    return 0 if w is None else len(w)
+def _own(packed: Tensor, size: int) -> int:
+    """A rank's experts."""
+    return packed.shape[-1] // size
 
 
 def _dispatch_bytes(x: Tensor, num_experts: int, capacity: int, size: int) -> int:
@@ -159,14 +158,13 @@ def _combine_bytes(h: Tensor, w: Tensor | None) -> int:
 
 
 def _algorithm(
-    op: str, t: Tensor, device: torch.device, slot_bytes: int, experts: int, ours: Member, *, proves: bool
+    op: str, dtype: torch.dtype, device: torch.device, slot_bytes: int, experts: int, ours: Member, *, proves: bool
 ) -> tuple[str, str]:
     """(algorithm, reason), which is empty where none excludes others.
 
-    `unfused` is the group's all_to_all_single, for whose splits the host waits; `pipelined` is the same in pieces,
-    beside the matmuls of ``experts``, chosen on GPUs alone: on CPUs both take the cores.
+    `unfused` is the group's all_to_all_single, for whose splits the host waits; `pipelined` is the same in pieces of
+    ``experts``, beside their matmuls, chosen on GPUs alone: on CPUs both take the cores.
     """
-    dtype = t.dtype
     is_cuda = device.type == "cuda"
     name, strict = force_algorithm.current
     name = name or ours.topology.algorithm
@@ -175,7 +173,7 @@ def _algorithm(
     if found == "unfused" or (found == "pipelined" and experts > 1):
         return found, planner.FORCED
     if found not in env.WITH_WORKSPACE:
-        reason = f"{op} runs chunked, fused or unfused, and pipelined with several experts' matmuls"
+        reason = f"{op} runs chunked, fused or unfused, or pipelined with several experts' matmuls"
     elif found == "chunked" and is_cuda:
         reason = f"{op} copies rows whose counts the host knows: on a GPU kernels do"
     elif reason is None and slot_bytes > ours.max_slot_bytes:
@@ -195,17 +193,6 @@ def _algorithm(
 
 
 def _dispatch(
-    x: Tensor, expert_ids: Tensor, num_experts: int, capacity: int, alignment: int, size: int, name: str
-) -> tuple[Tensor, ...]:
-    return tuple(_dispatched("moe_dispatch", x, expert_ids, [], num_experts, capacity, alignment, size, name))
-
-
-def _dispatch_matmul(x: Tensor, expert_ids: Tensor, ws: list[Tensor], *others: Any) -> list[Tensor]:
-    return _dispatched("moe_dispatch_matmul", x, expert_ids, ws, *others)
-
-
-def _dispatched(
-    op: str,
     x: Tensor,
     expert_ids: Tensor,
     ws: list[Tensor],
@@ -220,15 +207,18 @@ def _dispatched(
     ids, hs = expert_ids.flatten(), None
 
     def check(looks: bool) -> None:
+        for w in ws:
+            right = w.ndim == 3 and w.shape[:2] == (num_experts // size, h) and w.dtype == x.dtype
+            require(right and w.device == x.device, "w", f"[{num_experts // size}, {h}, N] of {x.dtype}", w.shape)
         if looks and ids.numel() and not -1 <= (bounds := ids.aminmax()).min <= bounds.max < num_experts:
             got = f"{int(bounds.min)} to {int(bounds.max)}"
             raise ValueError(f"moe: expert_ids must be in [-1, {num_experts - 1}], got {got}")
 
-    facts = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
+    facts: dict[str, Any] = {"num_experts": num_experts, "capacity": capacity, "alignment": alignment, "k": k, "H": h}
     if ws:
-        facts["N"] = sum(w.shape[2] for w in ws)  # pieces depend on it
-    slot_bytes, experts = _dispatch_bytes(x, num_experts, capacity, size), _num((*ws, None)[0])
-    with _call(op, [x, ids, *ws, *facts.values()], slot_bytes, experts, facts, size, name, check) as way:
+        facts["N"] = tuple(w.shape[-1] for w in ws)  # pieces depend on it
+    slot_bytes, experts = _dispatch_bytes(x, num_experts, capacity, size), num_experts // size if ws else 0
+    with _call("moe_dispatch", [x, ids, *ws, *facts.values()], slot_bytes, experts, facts, size, name, check) as way:
         rank = group.rank_of(name)
         if isinstance(way, ByKernels):
             taken = ws if capacity and all(w.numel() for w in ws) else []
@@ -308,7 +298,7 @@ def _combine(
     facts = {"num_experts": packed.shape[-1], "capacity": capacity, "k": k, "H": n}
     check = _fits(packed, h, scores, num_tokens * k, k, capacity, size)
     slot_bytes, args = _combine_bytes(h, w), [h, w, scores, packed, num_tokens, k, return_received]
-    with _call("moe_combine", args, slot_bytes, _num(w), facts, size, name, check) as way:
+    with _call("moe_combine", args, slot_bytes, _own(packed, size), facts, size, name, check) as way:
         routing = Routing(packed, group.rank_of(name), size, num_tokens * k)
         if isinstance(way, ByKernels):
             y, *received = way.combine(h, w, scores, routing, k, return_received)
@@ -319,17 +309,19 @@ def _combine(
 
 
 def _fake_dispatch(
-    x: Tensor, expert_ids: Tensor, num_experts: int, capacity: int, alignment: int, size: int, name: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    expert_ids: Tensor,
+    ws: list[Tensor],
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    size: int,
+    name: str,
+) -> list[Tensor]:
     rows = x.new_empty(capacity, x.shape[1])
     offsets = x.new_empty(num_experts // size, dtype=torch.int32)
-    shape = packed_shape(expert_ids.numel(), num_experts, size)
-    return rows, offsets, x.new_empty(shape, dtype=torch.int64)
-
-
-def _fake_dispatch_matmul(x: Tensor, expert_ids: Tensor, ws: list[Tensor], *others: Any) -> list[Tensor]:
-    rows, *found = _fake_dispatch(x, expert_ids, *others)
-    return [rows, *found, *(x.new_empty(len(rows), w.shape[2]) for w in ws)]
+    packed = x.new_empty(packed_shape(expert_ids.numel(), num_experts, size), dtype=torch.int64)
+    return [rows, offsets, packed, *(x.new_empty(capacity, w.shape[2]) for w in ws)]
 
 
 def _fake_combine(
@@ -343,21 +335,7 @@ def _fake_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(offsets.shape[0], a.shape[1], b.shape[1])
 
 
-def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[2])
-    ctx.facts = *inputs[1].shape, inputs[-2:]
-
-
-def _grad_dispatch(ctx: Any, grad_rows: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grad_x = None
-    if grad_rows is not None:
-        num_tokens, k, where = ctx.facts
-        grad_x = _ops.moe_combine(grad_rows, None, None, *ctx.saved_tensors, num_tokens, k, False, *where)[0]
-    return grad_x, *[None] * 6
-
-
-def _save_dispatch_matmul(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     (rows, offsets, packed, *_), ws = output, inputs[2]
     needs_x, _, *needs_ws = ctx.needs_input_grad[: 2 + len(ws)]  # flat, unlike in a backward
     ctx.set_materialize_grads(False)
@@ -365,7 +343,7 @@ def _save_dispatch_matmul(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor
     ctx.facts = *inputs[1].shape, inputs[-2:]
 
 
-def _grad_dispatch_matmul(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _grad_dispatch(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     (packed, offsets, rows, *ws), (num_tokens, k, where) = ctx.saved_tensors, ctx.facts
     needs_x, _, needs_ws = needs_now(ctx)[:3]
     grad_rows, _, _, *grad_hs = grads
@@ -461,7 +439,6 @@ def _without_tangents(op: str, autograd: Callable[..., Any], keyset: Any, *args:
 _ops: Any = torch.ops.fusedcomm
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., None]]] = {
     "moe_dispatch": (_dispatch, _fake_dispatch, _grad_dispatch, _save_dispatch),
-    "moe_dispatch_matmul": (_dispatch_matmul, _fake_dispatch_matmul, _grad_dispatch_matmul, _save_dispatch_matmul),
     "moe_send": (_send, lambda x, s, r, k, capacity, *_: x.new_empty(capacity, x.shape[1]), _grad_send, _save_send),
     "moe_combine": (_combine, _fake_combine, _grad_combine, _save_combine),
     "moe_grouped_matmul": (

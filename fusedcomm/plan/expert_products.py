@@ -15,7 +15,7 @@ from fusedcomm.plan.builder import Builder
 from fusedcomm.plan.descriptors import can_describe_w, can_describe_x, describe_x, unit
 from fusedcomm.plan.schedule import Table
 
-_ZEROS = 2048  # elements of a row that a program stores at a time
+_ZEROS = 16  # rows that a program makes zero at a time
 
 
 class _Products(NamedTuple):
@@ -31,11 +31,11 @@ class _Products(NamedTuple):
 
 def send_products(s: Builder, h: Tensor, w: Tensor, first: Tensor, filled: Tensor, returns: Tensor) -> None:
     """Send each of the experts' products to the rank whose choice its row is; signal every rank."""
-    own, aligned = len(w), math.gcd(16 // h.itemsize, w.shape[2])
+    aligned = math.gcd(16 // h.itemsize, w.shape[2])
     # Narrow stores to rows anywhere take registers that the widest tiles do not leave.
     made = _products(s, s.contiguous(h), w, "push", aligned * h.itemsize == 16)
-    rows, static = map(s.place, (first, filled, returns)), (made.config, made.traits, aligned, _power_of_2(own))
-    arguments = *made.operands, *rows, Table(), made.sizes, own, *launches.of_round(s), *static
+    rows, static = map(s.place, (first, filled, returns)), (made.config, made.traits, aligned, len(w))
+    arguments = *made.operands, *rows, Table(), made.sizes, *launches.of_round(s), *static
     _launch(s, "grouped_matmul_kernel", "push", made, arguments)
 
 
@@ -98,8 +98,3 @@ def _launch(s: Builder, kernel: str, kind: str, made: _Products, arguments: tupl
 
 def _run(size: int) -> Span:
     return Span(size, 0, max(size, 1), 0, 0)
-
-
-def _power_of_2(num: int) -> int:
-    """The least at least ``num``."""
-    return 1 << (num - 1).bit_length()

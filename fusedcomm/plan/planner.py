@@ -376,7 +376,7 @@ def _too_wide(exchange: Exchange) -> str | None:
 _logged: set[tuple[str, str]] = set()
 
 
-def log_fallback(op: str, reason: str) -> None:
+def log_fallback(op: str, reason: str, algorithm: str = "unfused") -> None:
     if (op, reason) not in _logged:
         _logged.add((op, reason))
-        log.warning("%s runs unfused: %s", op, reason)
+        log.warning("%s runs %s: %s", op, algorithm, reason)

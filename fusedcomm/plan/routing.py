@@ -87,10 +87,9 @@ class Routing:
             start += num
         return found
 
-    def first_row(self, nth: int) -> int | None:
-        """The row where this rank's nth expert begins, on the host; None behind the last."""
-        own = self.experts(self.rank)
-        return self.host_counts[-1][own.start + nth] if nth < own.stop - own.start else None
+    def first_row(self, nth: int) -> int:
+        """The row where this rank's nth expert begins, on the host."""
+        return self.host_counts[-1][self.experts(self.rank).start + nth]
 
     def slots(self, run: Run | None = None) -> Tensor:
         """This rank's slots of a run, or those without a place."""

@@ -57,11 +57,11 @@ class Alone:
 class ByCollective:
     """``unfused``: the group's own collectives. The host waits for the counts, which all_to_all_single needs.
 
-    ``cuts``: `pipelined`, experts' matmuls in pieces: one's rows travel while another's are multiplied.
+    ``num_pieces``: of each rank's experts; with several, `pipelined`, one's rows travel while another's are multiplied.
     """
 
-    def __init__(self, memory: CallMemory, cuts: bool) -> None:
-        self.memory, self.ranks, self.cuts = memory, range(memory.group_size), cuts
+    def __init__(self, memory: CallMemory, num_pieces: int) -> None:
+        self.memory, self.ranks, self.num_pieces = memory, range(memory.group_size), num_pieces
 
     def counts(self, own: Tensor) -> Tensor:
         """Every rank's counts, [R, E]."""
@@ -78,28 +78,29 @@ class ByCollective:
     ) -> tuple[Tensor, list[Tensor]]:
         """The rows, and the rows times each of ``ws`` [E / R, H, N]."""
         rows = _without_gaps(self.memory.empty((capacity, x.shape[1]), x.dtype), routing)
-        pieces, begun = self._pieces(routing, ws), []
+        outs = [self.memory.empty((capacity, w.shape[2]), x.dtype) for w in ws]
+        pieces, begun = self._pieces(routing), []
         for piece in pieces:
             slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing, piece)])
             sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
             begun.append(self._exchange(sent, routing, piece, back=False))
-        products: list[list[Tensor]] = [[] for _ in ws]
         for piece, (received, work) in zip(pieces, begun, strict=True):
             work.wait()
             runs = [run for src in self.ranks for run in routing.runs(src, self.memory.rank, piece)]
             for run, part in zip(runs, received.split([run.num for run in runs]), strict=True):
                 rows[run.row :][: run.num] = part
-            for w, parts in zip(ws, products, strict=True):
-                parts.append(_of_piece(rows, w, routing, piece))
-        return rows, [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in products]
+            for out, w in zip(outs, ws, strict=True):
+                _of_piece(rows, w, routing, piece, out)
+        return rows, outs
 
     def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
         """[slots, N]: the row of each slot of ``h`` [capacity, H], times its expert's w. Without a place it is zero."""
         rank = self.memory.rank
-        pieces, begun = self._pieces(routing, () if w is None else (w,)), []
+        pieces, begun = self._pieces(routing), []
         for piece in pieces:
-            rows = h if w is None else _of_piece(h, w, routing, piece)
-            before = 0 if w is None else routing.first_row(piece.start) or 0
+            rows, before = h, 0
+            if w is not None:
+                rows, before = _of_piece(h, w, routing, piece), routing.first_row(piece.start)
             runs = [run for src in self.ranks for run in routing.runs(src, rank, piece)]
             sent = torch.cat([rows[:0], *(rows[run.row - before :][: run.num] for run in runs)])
             begun.append(self._exchange(sent, routing, piece, back=True))
@@ -109,10 +110,10 @@ class ByCollective:
             found.index_copy_(0, torch.cat([routing.order[:0], *self._slots(routing, piece)]), received)
         return found
 
-    def _pieces(self, routing: Routing, ws: Sequence[Tensor]) -> list[slice]:
-        return [
-            slice(*each) for each in cut(routing.num_experts // self.memory.group_size, 2 if self.cuts and ws else 1)
-        ]
+    def _pieces(self, routing: Routing) -> list[slice]:
+        """Whether or not there is a matmul: peers may have one."""
+        own = routing.num_experts // self.memory.group_size
+        return [slice(*each) for each in cut(own, min(own, self.num_pieces))]
 
     def _slots(self, routing: Routing, piece: slice) -> list[Tensor]:
         return [routing.slots(run) for dst in self.ranks for run in routing.runs(self.memory.rank, dst, piece)]
@@ -128,10 +129,12 @@ class ByCollective:
         return out, dist.all_to_all_single(out, rows, received, sent, group=of, async_op=True)
 
 
-def _of_piece(rows: Tensor, w: Tensor, routing: Routing, piece: slice) -> Tensor:
-    """Rows of a piece's experts times their w, those behind the last expert's too."""
-    begin, end = routing.first_row(piece.start) or 0, routing.first_row(piece.stop)
-    return grouped_matmul(rows[begin:end], w[piece], routing.ends[piece] - begin)
+def _of_piece(rows: Tensor, w: Tensor, routing: Routing, piece: slice, out: Tensor | None = None) -> Tensor:
+    """Rows of a piece's experts times their w, those behind the last expert's too; in the same rows of ``out``."""
+    begin, is_last = routing.first_row(piece.start), piece.stop == len(w)
+    of_piece = slice(begin, None if is_last else routing.first_row(piece.stop))
+    to = None if out is None else out[of_piece]
+    return grouped_matmul(rows[of_piece], w[piece], routing.ends[piece] - begin, out=to)
 
 
 class ByKernels:
@@ -155,8 +158,13 @@ class ByKernels:
         num_pieces: int = 1,
     ) -> list[Tensor]:
         """[rows, offsets, routing], and the rows times each of ``ws`` [E / R, H, N]."""
-        facts = {"num_experts": num_experts, "k": k, "capacity": capacity, "alignment": alignment}
-        facts["num_pieces"] = num_pieces
+        facts = {
+            "num_experts": num_experts,
+            "k": k,
+            "capacity": capacity,
+            "alignment": alignment,
+            "num_pieces": num_pieces,
+        }
         return self._run(routed_rounds.dispatch, x, ids, *ws, **facts)
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
@@ -289,7 +297,8 @@ def grouped_matmul(h: Tensor, w: Tensor, ends: Tensor, out: Tensor | None = None
         w = w if w.is_contiguous() or w.mT.is_contiguous() else w.contiguous()
         found = torch.nn.functional.grouped_mm(h.contiguous(), w, offs=ends)
         is_row = torch.arange(h.shape[0], device=h.device) < ends[-1]
-        return found.masked_fill_(~is_row[:, None], 0)
+        found.masked_fill_(~is_row[:, None], 0)
+        return found if out is None else out.copy_(found)
     out = h.new_empty(h.shape[0], w.shape[2]) if out is None else out
     begin = 0
     for each, end in zip(w, ends.tolist(), strict=True):

@@ -55,7 +55,6 @@ def _store_products(
     segments_ptr,  # [R] addresses of the ranks' segments, or None
     segment,  # this rank's
     sizes,
-    num_experts,
     rank,
     LAYOUT: tl.constexpr,
     TILE: tl.constexpr,
@@ -68,8 +67,8 @@ def _store_products(
     capacity = sizes.M
     ITEMSIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     num_n = tl.cdiv(sizes.N, TILE.block_n)
-    experts = tl.arange(0, EXPERTS)
-    first, end = _rows_of(first_ptr, filled_ptr, experts, experts < num_experts, capacity)
+    experts = tl.arange(0, triton.next_power_of_2(EXPERTS))
+    first, end = _rows_of(first_ptr, filled_ptr, experts, experts < EXPERTS, capacity)
     ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)
     begin_tile = 0 if returns_ptr is None else first_of_rank(tl.max(ends, axis=0), rank, LAYOUT)
     num_programs = tl.num_programs(0)
@@ -93,7 +92,7 @@ def _store_products(
         store_tile(acc, out, to, there, j, j, sizes.N, None, None, 0, columns, 2, TILE.halves)
 
 
-@triton.jit(do_not_specialize=["num_experts", "fingerprint", "rank"])
+@triton.jit(do_not_specialize=["fingerprint", "rank"])
 def grouped_matmul_kernel(
     h,
     w,
@@ -102,7 +101,6 @@ def grouped_matmul_kernel(
     returns_ptr,
     segments_ptr,
     sizes,
-    num_experts,
     fingerprint,
     rank,
     LAYOUT: tl.constexpr,
@@ -115,12 +113,12 @@ def grouped_matmul_kernel(
 
     The kernel waits for nothing: a slot is free by rule 1 of the protocol.
     """
-    sizes, _ = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
+    sizes = sizes_in_units(sizes, TRAITS.n_unit, TRAITS)
     round = next_push(segments_ptr, rank, fingerprint, LAYOUT)
     DTYPE: tl.constexpr = h.dtype if TRAITS.by_tma else h.dtype.element_ty
     slot = slot_of(round.segment, round.epoch, sizes.slot_bytes, LAYOUT, DTYPE)
     _store_products(
-        h, w, first_ptr, filled_ptr, slot, returns_ptr, segments_ptr, round.segment, sizes, num_experts, rank,
+        h, w, first_ptr, filled_ptr, slot, returns_ptr, segments_ptr, round.segment, sizes, rank,
         LAYOUT, TILE, TRAITS, ALIGNED, EXPERTS,
     )  # fmt: skip
     report_all(round, LAYOUT)
@@ -138,35 +136,22 @@ def experts_matmul_kernel(
     TILE: tl.constexpr,
     TRAITS: tl.constexpr,
     PIECE: tl.constexpr,
-    BLOCK: tl.constexpr,  # elements of a row behind all experts'
+    ROWS: tl.constexpr,  # that a program makes zero at a time
 ):
     """out = rows @ w[e] of each expert e's rows; behind the last expert zero, or NaN where the rows are."""
     sizes, capacity = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
-    NUM: tl.constexpr = PIECE.end - PIECE.begin
     _store_products(
-        h,
-        w,
-        first_ptr + PIECE.begin,
-        ends_ptr + PIECE.begin,
-        out_ptr,
-        None,
-        None,
-        None,
-        sizes,
-        NUM,
-        0,
-        None,
-        TILE,
-        TRAITS,
-        1,
-        triton.next_power_of_2(NUM),
-    )
+        h, w, first_ptr + PIECE.begin, ends_ptr + PIECE.begin, out_ptr, None, None, None, sizes, 0,
+        None, TILE, TRAITS, 1, PIECE.end - PIECE.begin,
+    )  # fmt: skip
     if PIECE.end == PIECE.experts:
-        columns = tl.arange(0, BLOCK)
         end = tl.maximum(tl.load(ends_ptr + PIECE.experts - 1), 0).to(tl.int32)
-        for row in range(end + tl.program_id(0), capacity, tl.num_programs(0)):
-            at = tl.cast(row, tl.int64)
-            value = tl.load(rows_ptr + at * sizes.K)
-            values = tl.zeros((BLOCK,), value.dtype) + tl.where(value == value, 0, value).to(value.dtype)
-            for j in range(0, sizes.N, BLOCK):
-                tl.store(out_ptr + at * sizes.N + j + columns, values, j + columns < sizes.N)
+        for first in range(end + tl.program_id(0) * ROWS, capacity, tl.num_programs(0) * ROWS):
+            rows = first + tl.arange(0, ROWS)
+            value = tl.load(rows_ptr + rows.to(tl.int64) * sizes.K, rows < capacity, other=0)
+            values = tl.where(value == value, 0, value).to(value.dtype)[:, None]
+            for j in range(0, sizes.N, TILE.block_n):
+                columns = j + tl.arange(0, TILE.block_n)
+                to = out_ptr + rows.to(tl.int64)[:, None] * sizes.N + columns[None, :]
+                mask = (rows < capacity)[:, None] & (columns < sizes.N)[None, :]
+                tl.store(to, tl.broadcast_to(values, (ROWS, TILE.block_n)), mask)

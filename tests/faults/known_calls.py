@@ -30,7 +30,7 @@ DIMS = {  # gather_dim, scatter_dim
     "matmul_all_reduce": (None, None),
 }
 NORMS, SCALED = ("matmul_all_reduce_norm", "matmul_reduce_scatter_norm"), "scaled_all_gather_matmul"
-DISPATCH, COMBINE, PRODUCTS = "moe_dispatch_matmul", "moe_combine", "grouped_matmul_combine"
+DISPATCH, COMBINE, PRODUCTS = "moe_dispatch", "moe_combine", "grouped_matmul_combine"
 PATTERN = 0x5A
 BAND = 64  # elements
 

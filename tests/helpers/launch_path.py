@@ -228,11 +228,11 @@ def experts(path: LaunchPath) -> Iterator[dict[str, Any]]:
     cuts = mock.patch.object(routed, "num_pieces", return_value=2)
     with member(path) as workspace, fusedcomm.force_algorithm("fused", strict=True), path.gpu.kept(), cuts:
         path.gpu.know((x, ids, w, scores))
-        rows, _, routing = ops.moe_dispatch(x, ids, num_experts, capacity, 1, *where)
+        rows, _, routing = ops.moe_dispatch(x, ids, [], num_experts, capacity, 1, *where)
         path.gpu.know((rows, routing))
         for name, call in {
-            "dispatch": partial(ops.moe_dispatch, x, ids, num_experts, capacity, 1),
-            "dispatch of products": partial(ops.moe_dispatch_matmul, x, ids, [w], num_experts, capacity, 1),
+            "dispatch": partial(ops.moe_dispatch, x, ids, [], num_experts, capacity, 1),
+            "dispatch of products": partial(ops.moe_dispatch, x, ids, [w], num_experts, capacity, 1),
             "combine": partial(ops.moe_combine, rows, None, scores, routing, num_tokens, k, False),
             "combine of products": partial(ops.moe_combine, rows, w, scores, routing, num_tokens, k, True),
             "gradient": partial(ops.moe_send, x, scores, routing, k, capacity),

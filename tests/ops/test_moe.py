@@ -210,6 +210,17 @@ def test_matmuls(rank: int, world_size: int, algorithm: str) -> None:
 
 
 @on_ranks(2)
+def test_pieces_are_those_of_ranks_with_another_loss(rank: int) -> None:
+    x, w, ids = integers(1, 4, H), integers(2, 2, H, N), torch.arange(8).view(4, 2) % 4
+    grads = []
+    for algorithm in ("chunked", "pipelined"):
+        with fusedcomm.force_algorithm(algorithm):
+            (a, b), _, _ = fusedcomm.dispatch_grouped_matmul(x.requires_grad_(), ids, [w, w + 1], 4, 16)
+            grads.append(torch.autograd.grad(a.sum() + (b.sum() if rank else 0), x)[0])
+    assert grads[0].equal(grads[1])
+
+
+@on_ranks(2)
 def test_second_derivatives_and_recomputation(rank: int) -> None:
     """gradgradcheck of a program that every rank runs on the same numbers, of which each has its own experts."""
     ids = torch.tensor([[0, 1], [1, -1], [0, 0]])
@@ -246,7 +257,7 @@ def test_only_tensors_that_the_backward_reads_are_saved(rank: int) -> None:
     x, scores = problem.xs[rank].flatten(0, 1), problem.scores[rank].flatten(0, 1)
     (num_tokens, k), where = scores.shape, fusedcomm.memory.group.resolve(None)
     ids, facts = problem.ids[rank].flatten(0, 1), (4, problem.capacity, 1, *where)
-    h, offsets, routing = torch.ops.fusedcomm.moe_dispatch(x, ids, *facts)
+    h, offsets, routing = torch.ops.fusedcomm.moe_dispatch(x, ids, [], *facts)
     w, ops = problem.w[2 * rank :][:2], torch.ops.fusedcomm
 
     def combine(h: Tensor, w: Tensor, scores: Tensor, has_received: bool = False) -> Tensor:
@@ -255,7 +266,7 @@ def test_only_tensors_that_the_backward_reads_are_saved(rank: int) -> None:
     calls: list[tuple[Callable[..., Tensor], list[Tensor], list[set[int]]]] = [  # the inputs that each gradient reads
         (combine, [h, w, scores], [{1}, {0}, {0, 1}]),
         (partial(combine, has_received=True), [h, w, scores], [{1}, {0}, set()]),
-        (lambda *t: ops.moe_dispatch_matmul(t[0], ids, t[1:], *facts)[3], [x, w], [{1}, set()]),
+        (lambda *t: ops.moe_dispatch(t[0], ids, t[1:], *facts)[3], [x, w], [{1}, set()]),
         (lambda *t: ops.moe_send(*t, routing, k, problem.capacity, *where), [x, scores], [set(), {0}]),
         (lambda *t: ops.moe_grouped_matmul(*t, offsets), [h, w], [{1}, {0}]),
         (lambda *t: ops.moe_grouped_outer(*t, offsets), [h, h[:, :N].clone()], [{1}, {0}]),
@@ -305,10 +316,10 @@ def test_graphs(rank: int, tmp_path: Path) -> None:
     ids = case.ids[0].flatten(0, 1)
     where = fusedcomm.memory.group.resolve(None)
     ops, x = torch.ops.fusedcomm, x.detach().requires_grad_()
-    torch.library.opcheck(ops.moe_dispatch.default, (x, ids, 4, 16, 2, *where))
-    rows, offsets, routing = (t.detach() for t in ops.moe_dispatch(x, ids, 4, 16, 2, *where))
+    torch.library.opcheck(ops.moe_dispatch.default, (x, ids, [], 4, 16, 2, *where))
+    rows, offsets, routing = (t.detach() for t in ops.moe_dispatch(x, ids, [], 4, 16, 2, *where))
     rows.requires_grad_()
-    torch.library.opcheck(ops.moe_dispatch_matmul.default, (x, ids, [w, w.detach()], 4, 16, 2, *where))
+    torch.library.opcheck(ops.moe_dispatch.default, (x, ids, [w, w.detach()], 4, 16, 2, *where))
     torch.library.opcheck(ops.moe_send.default, (x, scores, routing, 2, 16, *where))
     torch.library.opcheck(ops.moe_combine.default, (rows, w, scores, routing, 4, 2, True, *where))
     torch.library.opcheck(ops.moe_grouped_matmul.default, (rows, w, offsets))
@@ -443,7 +454,7 @@ def test_with_check_peers_hear_of_one_ranks_wrong_input(rank: int) -> None:
             "x must be": lambda bad: fusedcomm.moe_dispatch(x.to_sparse() if bad else x, ids, 2, 8, group),
             "alignment must be at least 1": lambda bad: fusedcomm.moe_dispatch(x, ids, 2, 8, group, alignment=1 - bad),
             "w must be .*N": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, w[:, bad:], 2, 8, group),
-            "w must be .*several": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, [w][bad:], 2, 8, group),
+            "w must be .*list": lambda bad: fusedcomm.dispatch_grouped_matmul(x, ids, [w][bad:], 2, 8, group),
             "w must be .*K": lambda bad: fusedcomm.grouped_matmul_combine(rows, w[bad:], routing, scores, group),
             "scores must be": lambda bad: fusedcomm.moe_combine(rows, routing, scores if not bad else ids, group),
             "of a dispatch of 6": lambda bad: send(x[bad:], None, routing, 2, 8, *where),

@@ -141,8 +141,8 @@ def test_plans_and_flops(rank: int) -> None:
                 fusedcomm.explain(op, *args, group=group)
             for experts, size, want in ((2, 32 << 20, "pipelined"), (1, 32 << 20, "unfused"), (2, 1 << 20, "unfused")):
                 where = torch.device("cuda"), size, experts, member_of(group)  # as GPUs without a workspace
-                assert routed._algorithm(op, x, *where, proves=False)[0] == want
-        for forced in ("unfused", "pipelined")[: 1 + ("grouped" in op)]:
+                assert routed._algorithm(op, x.dtype, *where, proves=False)[0] == want
+        for forced in ("unfused", "pipelined")[: 1 + (op != "moe_dispatch")]:
             with fusedcomm.force_algorithm(forced, strict=True):
                 plan = fusedcomm.explain(op, *args)
                 assert (plan.algorithm, plan.reason) == (forced, "forced")

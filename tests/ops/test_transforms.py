@@ -122,8 +122,7 @@ def test_routed_ops_refuse_forward_mode(rank: int, op: str) -> None:
     routing, where = torch.zeros(21, 2, dtype=torch.int64), (2, dist.group.WORLD.group_name)
     offsets, t = torch.zeros(1, dtype=torch.int32), torch.ones(6, 8)
     rest: dict[str, tuple[Any, ...]] = {
-        "moe_dispatch": (torch.zeros(6, 1, dtype=torch.int64), 2, 6, 1, *where),
-        "moe_dispatch_matmul": (torch.zeros(6, 1, dtype=torch.int64), [torch.ones(1, 8, 4)], 2, 6, 1, *where),
+        "moe_dispatch": (torch.zeros(6, 1, dtype=torch.int64), [torch.ones(1, 8, 4)], 2, 6, 1, *where),
         "moe_send": (None, routing, 1, 6, *where),
         "moe_combine": (None, None, routing, 6, 1, False, *where),
         "moe_grouped_matmul": (torch.ones(1, 8, 4), offsets),
