@@ -322,6 +322,7 @@ class Member:
         except RuntimeError as error:
             return None, f"cannot map its peers' memory: {error}"
 
+    @gpu_rendezvous.without_multicast()
     def _blocked(self, segment: torch.Tensor) -> str:
         """Why torch's rendezvous on GPUs has not ended, or "". torch finds its result again by the segment.
 
