@@ -69,11 +69,12 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         own |= _found(device) | {"constants": constants.digest if constants else None}
     except OSError as error:  # without descriptors, say; the peers wait to hear of it
         reason = f"it cannot find out what it can do ({error})"
-        own |= {"host": "", "no_fused": None, "no_float8": None, "no_workspace": reason, "uuid": "", "constants": None}
+        own |= {"host": "", "no_fused": None, "no_float8": None, "no_workspace": reason, "uuid": "", "index": None}
+        own["constants"] = None
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
     no_workspace = _no_workspace(facts)
     if no_workspace is None and device.type == "cuda":
-        verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
+        verdict = {"reason": _no_peer_access(rank, *([fact[key] for fact in facts] for key in ("uuid", "index")))}
         verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
         no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
     if no_workspace is not None or not _all_have_the_same(facts, rank):  # measured with a workspace
@@ -157,6 +158,7 @@ def _found(device: torch.device) -> dict[str, Any]:
         "no_float8": tiles.refuses_scaled(architecture(device)),
         "no_workspace": no_native() if device.type == "cpu" else _no_kernels(device),
         "uuid": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
+        "index": device.index,
     }
 
 
@@ -211,12 +213,16 @@ def _ranks_per_gpu(uuids: list[str]) -> int:
     return max(Counter(filter(None, uuids)).values(), default=1)
 
 
-def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
+def _no_peer_access(rank: int, uuids: list[str], indices: list[int]) -> str | None:
     """Why this rank's GPU cannot read and write every peer's memory over NVLink (as NVML says), or None."""
+    may_overlap = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if len(set(uuids)) < len(uuids):
-        if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
+        if may_overlap:
             return None
         return "several ranks share one GPU and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is not 1"
+    if len(set(indices)) < len(indices) and not may_overlap:  # which torch's rendezvous takes for one GPU
+        names = ", ".join(f"cuda:{index}" for index in indices)
+        return f"GPUs of ranks have one name ({names}): show all GPUs to every rank and use cuda:LOCAL_RANK"
     try:
         import pynvml
 
