@@ -65,6 +65,7 @@ class Member:
     resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
+    cannot_map: bool = False  # whether that is not for lack of memory
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     private_name: str | None = None  # of the group in the next rendezvous on GPUs; None: its own
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
@@ -234,7 +235,9 @@ class Member:
             return reason
         assert segment is not None
         made = self._map(segment, op)
-        return self._agree(op, fingerprint, made if isinstance(made, str) else "", "mapped") or made
+        reason = self._agree(op, fingerprint, made if isinstance(made, str) else "", "mapped")
+        self.cannot_map = reason is not None
+        return reason or made
 
     def prepare_calls(self) -> None:
         """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""

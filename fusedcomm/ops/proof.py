@@ -76,6 +76,8 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
     refuse_capture(op, algorithm, ours)
     by_kernels = ours.device.type == "cuda" and ours.topology.no_fused is None and not uneven
     for each in ("pipelined",) if algorithm == "pipelined" else ("chunked", "fused")[: 1 + by_kernels]:
+        if each != "pipelined" and ours.no_workspace is not None:  # by the first one's proof, or another thread's
+            return
         kind = kind_of_proof(op)
         name = ours.topology.name_of_proof(kind, each, dtype, uneven)
         if name not in ours.outcomes:
@@ -158,7 +160,8 @@ def outcome(kind: str, what: str, ours: Member, num_bytes: int, results: Callabl
     """The failure of any rank's ``results(own)``, or "". ``own``: a Member with a workspace for the proof alone, if
     ``num_bytes``.
 
-    Raises PeerError if the ranks do not come together; the group then needs a reset.
+    Where ranks cannot map each other's memory, the group has no workspace from then on. Raises PeerError if they do not
+    come together; the group then needs a reset.
     """
     own = ours.for_proof(num_bytes)
     try:
@@ -166,6 +169,9 @@ def outcome(kind: str, what: str, ours: Member, num_bytes: int, results: Callabl
             own.workspace_for(own.max_slot_bytes, kind, _fingerprint(kind))
         return _voted(own, kind, what, *_try(results, own))
     except WorkspaceUnavailable as unavailable:
+        if own.cannot_map and ours.workspace is None:  # nor could the group's own
+            ours.unavailable = str(unavailable)
+            ours.prepare_anew()
         return f"{what.partition(' ')[0]} could not be proved: {unavailable}"
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()

@@ -223,6 +223,9 @@ def test_where_one_algorithm_failed_its_proof_the_other_runs(capturing: list[boo
     assert planner.plan(OP, LARGE, BF16, ours).algorithm == "fused"
     ours.outcomes["all_to_all fused bfloat16"] = "it was late"
     assert planner.plan(OP, LARGE, BF16, ours).reason == "it was late"
+    with fusedcomm.force_algorithm("fused", strict=True):  # without a proof, and after a failed one
+        plan = planner.plan(OP, LARGE, BF16, ours)
+        assert plan.reason == planner.FORCED and not proof.is_unproved(plan, BF16, ours, uneven=False)
 
 
 TERABYTES = replace(ABLE, workspace_bytes=1 << 50)
