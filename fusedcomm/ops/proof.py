@@ -49,7 +49,7 @@ from fusedcomm.run import calls
 # that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(101, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
-BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
+BOUND_S = 120.0  # of waits in a proof, whatever FUSEDCOMM_TIMEOUT_S: a peer may be compiling its kernels
 Problem = ExactProblem | NormProblem
 Pairs = Sequence[tuple[Tensor, Tensor]]  # of what a proof got and must get
 _MOST_LETTERS = 300
@@ -210,7 +210,7 @@ def bounded(own: Member, kind: str) -> Iterator[Workspace]:
     """
     workspace = own.workspace
     assert workspace is not None
-    workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
+    workspace.timeout_s = BOUND_S
     workspace.arm()
     with workspace.guarded(kind):
         yield workspace
@@ -334,7 +334,9 @@ def _voted(own: Member, kind: str, what: str, cause: int, wrong: str) -> str:
     text = f"{what} failed its proof on {where}: rank {own.rank} {wrong}" if wrong else ""
     facts = {"cause": cause, "wrong": text}
     store = PrefixStore("proof", own.store)
-    votes = agree(store, own.rank, own.group_size, facts, what=f"{kind}, proof of {what}", departures=own.departures)
+    name, bound = f"{kind}, proof of {what}", max(env.timeout_s(), 2 * BOUND_S)  # who has failed waits for late ones
+    who = own.rank, own.group_size
+    votes = agree(store, *who, facts, what=name, departures=own.departures, timeout_s=bound)
     failed = [(vote["cause"], rank, vote["wrong"]) for rank, vote in enumerate(votes) if vote["wrong"]]
     return str(min(failed, default=(_WRONG, 0, ""))[2])
 

@@ -62,6 +62,7 @@ def proving(folder: Path | str, plant: Callable[..., Any] | None = None, **env: 
         stack.enter_context(mock.patch.object(topology, "_must_prove", lambda device: True))
         stack.enter_context(mock.patch.object(proof, "prove", counted))
         stack.enter_context(mock.patch.object(planner, "_logged", set()))
+        stack.enter_context(mock.patch.object(proof, "BOUND_S", float(env.get("TIMEOUT_S", 240)) / 2))
         if plant is not None:
             stack.enter_context(planted_in("chunked", plant))
         group = stack.enter_context(fresh_group(CACHE_DIR=str(folder), **env))
@@ -335,6 +336,19 @@ def test_a_rendezvous_that_fails_in_a_proof_is_tried_once(rank: int, tmp_path: P
         assert len(tried) == 1 and ours.unavailable == text
         proof.prove("all_gather_matmul", "fused", torch.bfloat16, ours, False)  # as planned before, in a thread
         assert len(tried) == 1
+
+
+@on_ranks(2)
+def test_a_peer_may_compile_for_longer_than_the_time_out(rank: int, tmp_path: Path) -> None:
+    pauses = [2.5] if rank == 1 else []
+
+    def compiling(rank: int, right: Plant, *args: Any) -> Any:
+        time.sleep(pauses.pop() if pauses else 0)
+        return right(*args)
+
+    with proving(tmp_path, compiling, TIMEOUT_S="2") as (group, _), mock.patch.object(proof, "BOUND_S", 120.0):
+        check(group, PUSH, call(group, PUSH))
+        assert plan_of_all(group, PUSH).algorithm == "chunked"
 
 
 @on_ranks(2)
