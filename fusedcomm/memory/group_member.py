@@ -248,6 +248,13 @@ class Member:
         if segment.NUM_SLOTS == native.NUM_SLOTS:
             self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
 
+    def stay_in_python(self, reason: str) -> None:
+        """Keep no plans any more, until the group is made anew."""
+        log.warning("calls run in Python, hundreds of microseconds each, as the native part fails: %s", reason)
+        if self.prepared is not None:
+            self.prepared.withdraw()
+            self.prepared = None
+
     def prepare_anew(self) -> None:
         """Drop the plans of earlier calls: they are for another workspace or other decisions, or too large."""
         self.plans.clear()

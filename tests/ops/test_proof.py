@@ -28,7 +28,7 @@ from fusedcomm.ops.proof import SIZES
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
 from fusedcomm.plan.call_plan import Plan
-from fusedcomm.run import calls
+from fusedcomm.run import calls, native_plan
 from tests.helpers.groups import call, check, fresh_group, in_pieces, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -315,6 +315,28 @@ def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path
         fusedcomm.reset(group)
         check(group, PUSH, call(group, PUSH))
         assert len(made) == 2 and plan_of_all(group, PUSH).algorithm == "chunked"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_where_the_native_part_is_wrong_calls_stay_in_python(rank: int, tmp_path: Path, wrong: bool) -> None:
+    right, ran = native_plan.bound, []
+
+    def bound(*args: Any) -> Callable[[], Any]:
+        run = right(*args)
+        ran.append(run)
+        return (lambda: [t + 1 for t in run()]) if wrong and rank == 1 else run
+
+    with (
+        proving(tmp_path) as (group, _),
+        logged(logging.WARNING) as said,
+        mock.patch.object(native_plan, "bound", bound),
+    ):
+        for seed in range(4):
+            check(group, GATHER, call(group, GATHER, seed), seed)
+        assert plan_of_all(group, GATHER).algorithm == "chunked" and ran
+        assert (member_of(group).prepared is None) == wrong and len(said) == wrong
+        assert not wrong or "fails: chunked of float32 by the native part failed its proof on " in said[0]
 
 
 @on_ranks(2)
