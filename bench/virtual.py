@@ -43,7 +43,7 @@ class VirtualGroup:
                 workspace.lane = rank  # ranks of one device must not be put into one order
                 workspace.share_gpu(group_size)
                 if self.cuda:
-                    self.streams[rank], *workspace.streams = _streams(self.device, rank)
+                    self.streams[rank] = _stream(self.device, rank)
                     self._warm_up(workspace)
         self._clear()
 
@@ -120,15 +120,14 @@ class VirtualGroup:
 
 
 @functools.cache
-def _streams(device: torch.device, rank: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    """A rank's main, side and reading stream, the same in all groups.
+def _stream(device: torch.device, rank: int) -> torch.cuda.Stream:
+    """A rank's main stream, the same in all groups, as `Workspace.streams` are.
 
     A rank's waits are launched before the next rank's sends, and hold up the work behind them in their hardware queue.
     Nobody can choose a stream's queue, but few streams need few: 3 for each rank, and the one of `beside_kernels`, are
     25 for 8 ranks, of 32.
     """
-    main, side, reading = (torch.cuda.Stream(device, priority) for priority in (0, -1, -1))
-    return main, side, reading
+    return torch.cuda.Stream(device)
 
 
 def answer_later_rounds(workspace: Workspace, fingerprint: int, patience_s: float = 60.0) -> None:

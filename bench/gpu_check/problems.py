@@ -51,7 +51,7 @@ class Case(NamedTuple):
         return proof.calls_of(problem, rank, self.dtype, device, f"virtual {self.group_size}")
 
     def run(self, workspace: Workspace, calls: list[proof.Call]) -> list[Tensor]:
-        return [t for call in calls for t in call.run(workspace, self._plan)]
+        return [t for call in calls for t in call.run(workspace, self._plan).returned]
 
     def group(self, device: torch.device) -> VirtualGroup:
         """A group that has run the calls once, on each rank."""

@@ -20,6 +20,7 @@ from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.ops.exact_problem import NormProblem
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
+from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.planner import Plan
 
 DTYPE = torch.bfloat16
@@ -81,9 +82,10 @@ def compare(device: torch.device, *tail: Any) -> dict[str, Any]:
 
 
 def _fused(workspace: Workspace, call: proof.Call) -> list[Tensor]:
-    return call.run(
-        workspace, lambda op, exchange: Plan(op, "fused", "bench", fingerprint=FINGERPRINT, exchange=exchange)
-    )
+    def plan(op: str, exchange: Exchange) -> Plan:
+        return Plan(op, "fused", "bench", fingerprint=FINGERPRINT, exchange=exchange)
+
+    return call.run(workspace, plan).returned
 
 
 def _local(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ That group has never run on a GPU. Rendezvous that are not fusedcomm's own are n
 """
 
 import hashlib
+import os
 import re
 import uuid
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.distributed_c10d import GroupName
 
+_DISABLE = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _COUNT = re.compile(r"(?<=^CUDASymmetricMemory/)\d+")
 
 
@@ -62,6 +64,23 @@ def registered(name: str | None, store: Store, rank: int, group_size: int) -> It
         yield
     finally:
         c10d._unregister_process_group(key)
+
+
+@contextmanager
+def without_multicast() -> Iterator[None]:
+    """torch's rendezvous makes no multicast object inside: nothing here uses one, and it can fail or block.
+
+    torch reads the variable in each rendezvous, of which a process makes one at a time: its socket is named by the pid.
+    """
+    before = os.environ.get(_DISABLE)
+    os.environ[_DISABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLE]
+        else:
+            os.environ[_DISABLE] = before
 
 
 class CountedStore(Store):

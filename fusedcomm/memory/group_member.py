@@ -65,6 +65,7 @@ class Member:
     resets: int = 0  # the group's; counts closes too
     workspace: Workspace | None = None
     unavailable: str | None = None  # why no workspace could be made, until the next reset; equal on all ranks
+    cannot_map: bool = False  # whether that is not for lack of memory
     error: PeerError | None = None  # why the ranks did not come together to make one, until the next reset
     private_name: str | None = None  # of the group in the next rendezvous on GPUs; None: its own
     retired: list[Workspace] = field(default_factory=list)  # CUDA graphs replay on them until close()
@@ -234,7 +235,9 @@ class Member:
             return reason
         assert segment is not None
         made = self._map(segment, op)
-        return self._agree(op, fingerprint, made if isinstance(made, str) else "", "mapped") or made
+        reason = self._agree(op, fingerprint, made if isinstance(made, str) else "", "mapped")
+        self.cannot_map = reason is not None
+        return reason or made
 
     def prepare_calls(self) -> None:
         """From now on keep plans of calls. With FUSEDCOMM_CHECK there are none: Python compares each call."""
@@ -244,6 +247,13 @@ class Member:
             return
         if segment.NUM_SLOTS == native.NUM_SLOTS:
             self.prepared = native.PreparedCalls(self.group_name, self.device, self.lock, self.counters)
+
+    def stay_in_python(self, reason: str) -> None:
+        """Keep no plans any more, until the group is made anew."""
+        log.warning("calls run in Python, hundreds of microseconds each, as the native part fails: %s", reason)
+        if self.prepared is not None:
+            self.prepared.withdraw()
+            self.prepared = None
 
     def prepare_anew(self) -> None:
         """Drop the plans of earlier calls: they are for another workspace or other decisions, or too large."""
@@ -322,6 +332,7 @@ class Member:
         except RuntimeError as error:
             return None, f"cannot map its peers' memory: {error}"
 
+    @gpu_rendezvous.without_multicast()
     def _blocked(self, segment: torch.Tensor) -> str:
         """Why torch's rendezvous on GPUs has not ended, or "". torch finds its result again by the segment.
 

@@ -19,7 +19,7 @@ from fusedcomm.memory.departures import Departures, own_life
 from fusedcomm.memory.vote import agree
 from fusedcomm.plan import tiles
 from fusedcomm.plan.cost import tuned
-from fusedcomm.plan.cost.links import INTER, Reach
+from fusedcomm.plan.cost.links import INTER, PCIE, Reach
 from fusedcomm.plan.cost.model import Constants
 
 log = logging.getLogger("fusedcomm")
@@ -40,7 +40,7 @@ class Topology:
     prove: bool = False  # whether an algorithm must be proved before it is used
     plan_bytes: int = 256 << 20  # the smallest FUSEDCOMM_PLAN_BYTES of all ranks
     backend: str = ""  # of the group's own collectives on this device type
-    across: Reach | None = None  # None on a single host
+    across: Reach | None = None  # None on a single host with NVLink
     backend_sums: bool = False  # FUSEDCOMM_BACKEND_SUMS of all ranks
     no_float8: str | None = None  # why fused cannot run on float8
 
@@ -69,13 +69,16 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         own |= _found(device) | {"constants": constants.digest if constants else None}
     except OSError as error:  # without descriptors, say; the peers wait to hear of it
         reason = f"it cannot find out what it can do ({error})"
-        own |= {"host": "", "no_fused": None, "no_float8": None, "no_workspace": reason, "uuid": "", "constants": None}
+        own |= {"host": "", "no_fused": None, "no_float8": None, "no_workspace": reason, "uuid": "", "index": None}
+        own["constants"] = None
     facts = agree(store, rank, group_size, own, what="fusedcomm topology vote")
-    no_workspace = _no_workspace(facts)
+    no_workspace, across = _no_workspace(facts), _across([fact["host"] for fact in facts])
     if no_workspace is None and device.type == "cuda":
-        verdict = {"reason": _no_peer_access(rank, [fact["uuid"] for fact in facts])}
+        verdict = {"reason": _no_peer_access(rank, *([fact[key] for fact in facts] for key in ("uuid", "index")))}
         verdicts = agree(store, rank, group_size, verdict, what="fusedcomm peer access vote")
         no_workspace = next((v["reason"] for v in verdicts if v["reason"]), None)
+        if no_workspace and no_workspace.startswith("no NVLink"):
+            across = Reach(PCIE, group_size, group_size - 1)
     if no_workspace is not None or not _all_have_the_same(facts, rank):  # measured with a workspace
         constants = None
     voted = Topology(
@@ -91,7 +94,7 @@ def probe(pg: ProcessGroup, device: torch.device) -> tuple[Topology, Departures 
         tf32=all(fact["tf32"] for fact in facts),
         prove=any(fact["prove"] for fact in facts),
         backend=_backend(pg, device),
-        across=_across([fact["host"] for fact in facts]),
+        across=across,
         backend_sums=_backend_sums(facts, rank),
     )
     return voted, Departures(group.store(pg, "departures"), rank, facts)
@@ -157,6 +160,7 @@ def _found(device: torch.device) -> dict[str, Any]:
         "no_float8": tiles.refuses_scaled(architecture(device)),
         "no_workspace": no_native() if device.type == "cpu" else _no_kernels(device),
         "uuid": "" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid),
+        "index": device.index,
     }
 
 
@@ -211,12 +215,16 @@ def _ranks_per_gpu(uuids: list[str]) -> int:
     return max(Counter(filter(None, uuids)).values(), default=1)
 
 
-def _no_peer_access(rank: int, uuids: list[str]) -> str | None:
+def _no_peer_access(rank: int, uuids: list[str], indices: list[int]) -> str | None:
     """Why this rank's GPU cannot read and write every peer's memory over NVLink (as NVML says), or None."""
+    may_overlap = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     if len(set(uuids)) < len(uuids):
-        if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1":
+        if may_overlap:
             return None
         return "several ranks share one GPU and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is not 1"
+    if len(set(indices)) < len(indices) and not may_overlap:  # which torch's rendezvous takes for one GPU
+        names = ", ".join(f"cuda:{index}" for index in indices)
+        return f"GPUs of ranks have one name ({names}): show all GPUs to every rank and use cuda:LOCAL_RANK"
     try:
         import pynvml
 

@@ -8,11 +8,11 @@ Epoch e uses slot e % 2. A rank writes epoch e + 2 only when it has every peer's
 after its reads of e. So nobody overwrites unread data, without credits, resets or a barrier.
 """
 
+import functools
 import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +47,15 @@ from fusedcomm.plan.geometry.exchange import LEAST_COPIED
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 
 LOOK_S = 1.0  # how often a rank that waits looks whether its peers' processes are there
+
+
+@functools.cache
+def _streams(device: torch.device, lane: int, captured: bool) -> list[torch.cuda.Stream]:
+    """A lane's calls run in one order, so that all its workspaces share them. torch has 32 and then gives the same
+    again: drawn for each workspace, they would soon be other libraries' too, as FSDP's. A call of another thread,
+    beside a capture, must not fall into the graph.
+    """
+    return [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
 
 
 class Workspace(CallMemory):
@@ -154,10 +163,10 @@ class Workspace(CallMemory):
             least_copied=self.least_copied,
         )
 
-    @cached_property
+    @property
     def streams(self) -> list[torch.cuda.Stream]:
         """SENDS and READS of `fusedcomm.plan.schedule.Stream`, before others, as peers wait for them; none on a CPU."""
-        return [] if self.device.type == "cpu" else [torch.cuda.Stream(self.device, priority=-1) for _ in range(2)]
+        return [] if self.device.type == "cpu" else _streams(self.device, self.lane, is_capturing(self.device))
 
     def slot_start(self, epoch: int) -> int:
         return self.layout.slot(epoch, self.slot_bytes)

@@ -100,10 +100,10 @@ def _begin(
             call_check.same_call(record, plan, ours, args)
         record.state = flight_recorder.RUNNING
         uneven = record.exchange.cut is not None
-        if proof.is_unproved(plan, record.dtype, ours, uneven):
+        while proof.is_unproved(plan, record.dtype, ours, uneven):
             ours.enter(spec.name, plan.fingerprint)
             proof.prove(record.op, plan.algorithm, record.dtype, ours, uneven)
-            plan = planner.plan(record.op, record.exchange, record.dtype, ours, *how)  # without failed algorithms
+            plan = planner.plan(record.op, record.exchange, record.dtype, ours, *how)  # by what it has found
             record.algorithm = plan.algorithm
         if not plan.has_workspace:
             return plan, ours.memory

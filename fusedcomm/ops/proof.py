@@ -6,6 +6,9 @@ results, bit by bit, with the whole group's program computed on the host, and th
 wrong, late or raised on any rank is off for the group, until a reset lets it try again. Calls of uneven parts have a
 proof of their own.
 
+Then each problem runs once more, by the native part, as later calls do (`fusedcomm.ops.prepared`). If that alone fails
+on any rank, the group's calls stay in Python.
+
 The proof has a workspace of its own, small and with guard bytes. A failure there breaks nothing of the group's, and
 nothing of the group's grows. It runs on the current stream, and the host waits for it. `pipelined` needs no workspace:
 it runs by the group's own collectives, within the group's own time-out.
@@ -48,8 +51,9 @@ from fusedcomm.run import calls
 # that descriptors can load, with rows that no tile divides.
 SIZES = (MatmulSize(37, 29, 31), MatmulSize(101, 29, 31), MatmulSize(150, 128, 136))
 NUM_ROUNDS = 3  # at least, in the larger problem: both slots are used, and one again
-BOUND_S = 120.0  # bound of waits in a proof: a peer may be compiling its kernels
+BOUND_S = 120.0  # of waits in a proof, whatever FUSEDCOMM_TIMEOUT_S: a peer may be compiling its kernels
 Problem = ExactProblem | NormProblem
+Runs = list[tuple[Problem, list[calls.Ran]]]  # this rank's
 Pairs = Sequence[tuple[Tensor, Tensor]]  # of what a proof got and must get
 _MOST_LETTERS = 300
 _WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
@@ -75,6 +79,8 @@ def prove(op: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven: boo
     refuse_capture(op, algorithm, ours)
     by_kernels = ours.device.type == "cuda" and ours.topology.no_fused is None and not uneven
     for each in ("pipelined",) if algorithm == "pipelined" else ("chunked", "fused")[: 1 + by_kernels]:
+        if each != "pipelined" and ours.no_workspace is not None:  # by the first one's proof, or another thread's
+            return
         kind = kind_of_proof(op)
         name = ours.topology.name_of_proof(kind, each, dtype, uneven)
         if name not in ours.outcomes:
@@ -109,12 +115,27 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
     num_bytes = 0 if algorithm == "pipelined" else max(slot_bytes(problem, dtype) for problem in problems)
 
+    ran: list[calls.Ran] = []
+    first: list[tuple[Tensor, Tensor]] = []
+
     def results(own: Member) -> Pairs:
         by_group = algorithm == "pipelined"
         found = _by_group(ours, problems, dtype) if by_group else _by_workspace(own, algorithm, problems, dtype)
-        return pairs(found, ours.rank, dtype)
+        ran.extend(each for _, runs in found for each in runs)
+        returned = [(problem, [t for each in runs for t in each.returned]) for problem, runs in found]
+        first.extend(pairs(returned, ours.rank, dtype))
+        return first
 
-    return outcome(kind, what, ours, num_bytes, results)
+    def again(own: Member) -> Pairs:
+        with bounded(own, base):
+            for got, _ in first:
+                got.zero_()  # it may be an `out`
+            found = [t for each in ran for t in calls.run_again(each)]
+        return [(got, must) for got, (_, must) in zip(found, first, strict=True)]
+
+    # The interpreter's kernels are not native, and FUSEDCOMM_CHECK keeps all calls in Python.
+    natively = not ours.topology.check and algorithm in ("chunked", "fused")[: 1 + (ours.device.type == "cuda")]
+    return outcome(kind, what, ours, num_bytes, results, again if natively else None)
 
 
 def problem_of(
@@ -153,18 +174,34 @@ def _try(results: Callable[[Member], Pairs], own: Member) -> tuple[int, str]:
     return _WRONG, ""
 
 
-def outcome(kind: str, what: str, ours: Member, num_bytes: int, results: Callable[[Member], Pairs]) -> str:
+def outcome(
+    kind: str,
+    what: str,
+    ours: Member,
+    num_bytes: int,
+    results: Callable[[Member], Pairs],
+    again: Callable[[Member], Pairs] | None = None,
+) -> str:
     """The failure of any rank's ``results(own)``, or "". ``own``: a Member with a workspace for the proof alone, if
-    ``num_bytes``.
+    ``num_bytes``. ``again``: the same by the native part, on all ranks or none.
 
-    Raises PeerError if the ranks do not come together; the group then needs a reset.
+    Where ranks cannot map each other's memory, the group has no workspace from then on. Raises PeerError if they do not
+    come together; the group then needs a reset.
     """
     own = ours.for_proof(num_bytes)
     try:
         if num_bytes:
             own.workspace_for(own.max_slot_bytes, kind, _fingerprint(kind))
-        return _voted(own, kind, what, *_try(results, own))
+        cause, wrong = _try(results, own)
+        _, native = _try(again, own) if again else (cause, "")  # which fails at once where the workspace is broken
+        failure, native = _voted(own, kind, what, cause, wrong, native)
+        if native and not failure:
+            ours.stay_in_python(native)
+        return failure
     except WorkspaceUnavailable as unavailable:
+        if own.cannot_map and ours.workspace is None:  # nor could the group's own
+            ours.unavailable = str(unavailable)
+            ours.prepare_anew()
         return f"{what.partition(' ')[0]} could not be proved: {unavailable}"
     except PeerError as failed:
         ours.error = own.error or failed.until_reset()
@@ -203,7 +240,7 @@ def bounded(own: Member, kind: str) -> Iterator[Workspace]:
     """
     workspace = own.workspace
     assert workspace is not None
-    workspace.timeout_s = min(BOUND_S, env.timeout_s() / 2)  # a rank that has failed still waits in the vote
+    workspace.timeout_s = BOUND_S
     workspace.arm()
     with workspace.guarded(kind):
         yield workspace
@@ -211,38 +248,32 @@ def bounded(own: Member, kind: str) -> Iterator[Workspace]:
     workspace.check(kind)
 
 
-def _by_workspace(
-    own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype
-) -> list[tuple[Problem, list[Tensor]]]:
-    """This rank's results of the problems."""
-
+def _by_workspace(own: Member, algorithm: str, problems: Sequence[Problem], dtype: torch.dtype) -> Runs:
     def plan(op: str, exchange: Exchange) -> Plan:
         return Plan(op, algorithm, "proof", fingerprint=_fingerprint(op), exchange=exchange)
 
     with bounded(own, problems[0].program.kind) as workspace:
-        results = [(problem, _results(problem, workspace, dtype, plan)) for problem in problems]
+        runs = [(problem, _run(problem, workspace, dtype, plan)) for problem in problems]
         workspace.least_copied = 0  # the chunks of gathers by copy engines too, which larger ones take
         gathers = [problem for problem in problems if problem.program.gathers]
-        return results + [(problem, _results(problem, workspace, dtype, plan)) for problem in gathers]
+        return runs + [(problem, _run(problem, workspace, dtype, plan)) for problem in gathers]
 
 
-def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> list[tuple[Problem, list[Tensor]]]:
-    """Likewise, by the group's own collectives."""
-
+def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> Runs:
     def plan(op: str, exchange: Exchange) -> Plan:
         sums = ours.topology.backend_sums
         return Plan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
 
-    results = [(problem, _results(problem, ours.memory, dtype, plan)) for problem in problems]
+    runs = [(problem, _run(problem, ours.memory, dtype, plan)) for problem in problems]
     _synchronize(ours.device)
-    return results
+    return runs
 
 
-def _results(
+def _run(
     problem: Problem, memory: CallMemory, dtype: torch.dtype, plan: Callable[[str, Exchange], Plan]
-) -> list[Tensor]:
+) -> list[calls.Ran]:
     given = calls_of(problem, memory.rank, dtype, memory.device, memory.group_name)
-    return [t for call in given for t in call.run(memory, plan)]
+    return [call.run(memory, plan) for call in given]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -258,9 +289,8 @@ class Call(NamedTuple):
     operands: Sequence[Any]
     facts: Mapping[str, Any]
 
-    def run(self, memory: CallMemory, plan: Callable[[str, Exchange], Plan]) -> list[Tensor]:
-        program = OPS[self.op].program
-        return calls.run(plan(self.op, self.exchange), memory, program, self.operands, self.facts).returned
+    def run(self, memory: CallMemory, plan: Callable[[str, Exchange], Plan]) -> calls.Ran:
+        return calls.run(plan(self.op, self.exchange), memory, OPS[self.op].program, self.operands, self.facts)
 
 
 def calls_of(problem: Problem, rank: int, dtype: torch.dtype, device: torch.device, group_name: str) -> list[Call]:
@@ -319,17 +349,21 @@ def _expected(problem: Problem, rank: int, dtype: torch.dtype) -> list[Tensor]:
     return [problem.results()[rank], *[alone] * (1 + problem.program.gathers)]
 
 
-def _voted(own: Member, kind: str, what: str, cause: int, wrong: str) -> str:
-    """The first cause of all ranks, with its rank; an empty text if all were right."""
+def _voted(own: Member, kind: str, what: str, cause: int, wrong: str, native: str) -> tuple[str, str]:
+    """The first cause of all ranks, with its rank, and likewise that of the native part; empty if all were right."""
     key = tuned.key(own.device, own.group_size)
     versions = [f"{name} {key[name]}" for name in ("driver", "torch", "triton", "fusedcomm") if key[name]]
     where = f"{key['device']} ({', '.join(versions)})"
-    text = f"{what} failed its proof on {where}: rank {own.rank} {wrong}" if wrong else ""
-    facts = {"cause": cause, "wrong": text}
-    store = PrefixStore("proof", own.store)
-    votes = agree(store, own.rank, own.group_size, facts, what=f"{kind}, proof of {what}", departures=own.departures)
+
+    def said(by: str, failed: str) -> str:
+        return f"{what}{by} failed its proof on {where}: rank {own.rank} {failed}" if failed else ""
+
+    facts = {"cause": cause, "wrong": said("", wrong), "native": said(" by the native part", native)}
+    name, bound = f"{kind}, proof of {what}", max(env.timeout_s(), 2 * BOUND_S)  # who has failed waits for late ones
+    store, who = PrefixStore("proof", own.store), (own.rank, own.group_size)
+    votes = agree(store, *who, facts, what=name, departures=own.departures, timeout_s=bound)
     failed = [(vote["cause"], rank, vote["wrong"]) for rank, vote in enumerate(votes) if vote["wrong"]]
-    return str(min(failed, default=(_WRONG, 0, ""))[2])
+    return str(min(failed, default=(_WRONG, 0, ""))[2]), next((v["native"] for v in votes if v["native"]), "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -236,7 +236,7 @@ def _pipelined(
 
 
 def constants_of(member: Any) -> Constants:
-    """The numbers to estimate by; across hosts with data sheets' of the link between them."""
+    """The numbers to estimate by; across hosts, or GPUs without NVLink, with data sheets' of the link between them."""
     across, constants = member.topology.across, member.topology.constants or model.DEFAULTS[member.device.type]
     return constants if across is None else model.across_hosts(constants, across)
 

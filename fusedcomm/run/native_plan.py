@@ -1,7 +1,10 @@
 """A schedule as the native executor takes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from fusedcomm.kernels.native_part import loaded
 from fusedcomm.memory.launch_order import order_of
@@ -40,6 +43,23 @@ def load(schedule: steps.Schedule, workspace: Workspace, fingerprint: int, numbe
             _append(plan, step, numbers)
     plan.finish(_places(schedule.returned, numbers))
     return plan
+
+
+def bound(
+    schedule: steps.Schedule, workspace: Workspace, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
+) -> Callable[[], list[Tensor]]:
+    """`python_executor.run` of these arguments by the native part, loaded. Raises where it does not take them."""
+    given = [t for t in inputs if t is not None]
+    numbers = [next((i for i, each in enumerate(given) if each is t), -1) for t in inputs]
+    plan = load(schedule, workspace, fingerprint, numbers)
+
+    def wait(src_rank: int, epoch: int) -> None:
+        workspace.wait(src_rank, epoch, op, fingerprint)
+
+    def check(epoch: int) -> None:
+        workspace.check_peers(op, fingerprint, epoch)
+
+    return partial(plan.run, given, *workspace.for_plans(), fingerprint, wait, check)
 
 
 def _facts(step: steps.Step) -> tuple[str, int]:

@@ -121,7 +121,7 @@ class _Block:
         at, size = self._append(bytes(_MAP_BYTES), _MAP_BYTES), meta["elem_size"]
         steps = [size * stride for stride in strides]
         last_byte = sum((each - 1) * step for each, step in zip(sizes, steps, strict=True))
-        is_small = triton_version() >= (3, 9) and _driver_version() <= _LAST_OLD_DRIVER and last_byte + 1 < _SMALL_BYTES
+        is_small = triton_version() >= (3, 7) and _driver_version() <= _LAST_OLD_DRIVER and last_byte + 1 < _SMALL_BYTES
         facts = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["swizzle"], 0, int(is_small)
         box = list(meta["block_size"])
         self.maps.append((at, len(self.places), facts, list(sizes)[::-1], steps[-2::-1], box[::-1]))

@@ -1,6 +1,7 @@
 // Plans as `fusedcomm.run.native_plan` makes them.
 #include "plan_bindings.h"
 
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -119,7 +120,12 @@ void bind_plans(py::module_& m) {
       .def("norm", &norm)
       .def("with_number", &with_number)
       .def("launch", &launch)
-      .def("finish", &Plan::finish);
+      .def("finish", &Plan::finish)
+      .def("run", [](Plan& plan, const std::vector<at::Tensor>& inputs, const Segments& segments, uintptr_t epoch,
+                     int64_t fingerprint, Rounds::Wait wait, Rounds::Failed failed) {
+        Rounds rounds(segments, reinterpret_cast<int64_t*>(epoch), fingerprint, std::move(wait), std::move(failed));
+        return plan.run(inputs, rounds);
+      });
   m.def("rms_norm", [](at::Tensor out, const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps) {
     const at::Tensor given = weight ? weight->contiguous() : at::Tensor();
     rms_norm(out, x, weight ? &given : nullptr, eps);

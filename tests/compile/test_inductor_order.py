@@ -69,10 +69,7 @@ def check_fusing(rank: int) -> list[tuple[list[str], list[int]]]:
         return nodes
 
     for keep in (True, False):
-        settings = {
-            "post_grad_custom_post_pass": partial(wait_late, keep=keep),
-            "_post_fusion_custom_pass": look,
-        }
+        settings = {"post_grad_custom_post_pass": partial(wait_late, keep=keep), "_post_fusion_custom_pass": look}
         got, (code,) = codes_of(lambda compiled: compiled(*args), gather_beside_matmuls, **settings)
         torch.testing.assert_close(got, want)
         found.append((calls(code), list(sizes)))

@@ -85,10 +85,7 @@ def traces(driver: Driver, group_size: int) -> Iterator[dict[str, Any]]:
                 trace = trace_of(driver, call, inputs, user)
                 wrong = [*dict.fromkeys(violations(trace, workspace, user))]
                 yield {"case": f"{algorithm} {name}", "counts": counts(trace), "wrong": wrong}
-                yield {
-                    "case": f"{algorithm} {name}, native",
-                    "wrong": [*differences(driver, call, inputs, workspace)],
-                }
+                yield {"case": f"{algorithm} {name}, native", "wrong": [*differences(driver, call, inputs, workspace)]}
                 if "scaled" not in name:  # whose multiplications are torch's kernels, without known operands
                     missed = [*missed_defects(driver, call, inputs, workspace, user, trace)]
                     yield {"case": f"{algorithm} {name}, with defects planted", "wrong": missed}

@@ -10,20 +10,11 @@ from torch.nn import functional as F
 
 from fusedcomm.bench import launch_now
 from fusedcomm.plan.geometry import norm, shapes
+from tests.helpers import virtual_ranks as virtual
 from tests.helpers.problems import Problem
-from tests.helpers.virtual_ranks import (
-    FINGERPRINT,
-    assert_results,
-    by_name,
-    check_calls,
-    guarded,
-    sizes_and_names,
-    unpack_and_norm,
-    virtual_ranks,
-)
 
 _scatter = partial(Problem, op="matmul_reduce_scatter")
-CASES = by_name(  # at sizes that no tile divides
+CASES = virtual.by_name(  # at sizes that no tile divides
     [
         _scatter("rows", (37, 29), 50, scatter_dim=0, bias=True),
         _scatter("columns", (37, 29), 50, scatter_dim=1, bias=True),
@@ -42,21 +33,21 @@ CASES = by_name(  # at sizes that no tile divides
 ON_THREE = ["rows", "columns", "batched, batches", "average, bias", "average, partial bias", "no rows"]
 
 
-@pytest.mark.parametrize(("group_size", "name"), sizes_and_names(CASES, ON_THREE))
+@pytest.mark.parametrize(("group_size", "name"), virtual.sizes_and_names(CASES, ON_THREE))
 def test_every_shape(group_size: int, name: str) -> None:
-    check_calls(CASES[name], group_size)
+    virtual.check_calls(CASES[name], group_size)
 
 
 @pytest.mark.parametrize("name", ["rows", "interleaved rows", "average, bias"])
 def test_rounds_cut_a_call(name: str) -> None:
     """A part of a chunk starts with a whole row, so that the bias fits. Two calls use each slot again."""
-    check_calls(CASES[name], 2, num_rounds=3, num_calls=2)
+    virtual.check_calls(CASES[name], 2, num_rounds=3, num_calls=2)
 
 
 @pytest.mark.parametrize(("cut", "shape", "num_rounds"), [("columns", (37, 29), 1), ("rows", (111, 29), 3)])
 def test_a_reduced_chunk_is_gathered(cut: str, shape: tuple[int, ...], num_rounds: int) -> None:
     """The two rounds of an all_reduce: the second one sends what the first one has added."""
-    check_calls(Problem(cut, shape, 150, op="matmul_all_reduce"), 3, num_rounds=num_rounds)
+    virtual.check_calls(Problem(cut, shape, 150, op="matmul_all_reduce"), 3, num_rounds=num_rounds)
 
 
 def reduced(
@@ -66,15 +57,15 @@ def reduced(
     group_size = len(partials)
     exchange = shapes.matmul_reduce_scatter((group_size, 1), (1, 5), "sum", 0, group_size)
     (spans,) = exchange.rounds(1 << 40)
-    ranks = virtual_ranks(group_size, group_size * exchange.chunk_numel * dtype.itemsize)
+    ranks = virtual.virtual_ranks(group_size, group_size * exchange.chunk_numel * dtype.itemsize)
     for rank, value in zip(ranks, partials, strict=True):
         x, w = torch.full((group_size, 1), value, dtype=dtype), torch.ones(1, 5, dtype=dtype)
-        launch_now.push(x, w, None, spans, rank, FINGERPRINT)
+        launch_now.push(x, w, None, spans, rank, virtual.FINGERPRINT)
     results = []
     for rank in ranks:
         out = torch.full((1, 5), math.nan, dtype=dtype)
         vector = None if bias is None else torch.full((5,), bias, dtype=dtype)
-        launch_now.reduce(out, spans, vector, scale, rank, FINGERPRINT)
+        launch_now.reduce(out, spans, vector, scale, rank, virtual.FINGERPRINT)
         results.append(out[0].tolist())
     return results
 
@@ -136,14 +127,14 @@ def test_sums_are_exact_and_normed(
     weight = weight.to(dtype)
     chunk_numel = max(n, numel // num_rounds // max(n, 1) * n, 1)
     rounds = norm.one_shot(shape, 0, EPS, group_size).rounds(chunk_numel)
-    ranks = virtual_ranks(group_size, group_size * chunk_numel * dtype.itemsize)
-    results = [(guarded([*shape], dtype), guarded([*shape], dtype)) for _ in ranks]
+    ranks = virtual.virtual_ranks(group_size, group_size * chunk_numel * dtype.itemsize)
+    results = [(virtual.guarded([*shape], dtype), virtual.guarded([*shape], dtype)) for _ in ranks]
     for spans in rounds:
         for rank, term in zip(ranks, terms, strict=True):
-            launch_now.pack(term.to(dtype), spans, rank, FINGERPRINT)
+            launch_now.pack(term.to(dtype), spans, rank, virtual.FINGERPRINT)
         for rank, ((normed, _), (out, _)) in zip(ranks, results, strict=True):
             vectors = weight if "weight" in given else None, bias if "bias" in given else None
-            launch_now.reduce_norm(normed, out, residual, *vectors, spans, EPS, rank, FINGERPRINT)
+            launch_now.reduce_norm(normed, out, residual, *vectors, spans, EPS, rank, virtual.FINGERPRINT)
     total = sum(terms, residual.double()) + (bias if "bias" in given else 0)
     for rank, ((normed, around), (out, around_out)) in zip(ranks, results, strict=True):
         assert torch.equal(out, total.to(dtype)) and torch.equal(normed, results[0][0][0])
@@ -158,31 +149,34 @@ def test_rows_are_normed_as_they_come(group_size: int) -> None:
     own, n, rows = group_size % 2 == 1, 97 if group_size % 3 else 64, 3  # of a round; all 5 or 10 in several
     exchange = norm.two_shot((2, 5 * group_size, 4), (2, 4, n), EPS, group_size)
     sums, weight = torch.randn(exchange.out_shape).bfloat16(), integers(n).bfloat16()
-    ranks, rounds = virtual_ranks(group_size, group_size * rows * n * 2), exchange.rounds(rows * n)
-    results = [[guarded([*sums.shape], sums.dtype) for _ in range(2)] for _ in ranks]
+    ranks, rounds = virtual.virtual_ranks(group_size, group_size * rows * n * 2), exchange.rounds(rows * n)
+    results = [[virtual.guarded([*sums.shape], sums.dtype) for _ in range(2)] for _ in ranks]
     for spans in rounds:
         for rank, block in zip(ranks, sums.chunk(group_size, exchange.split_dim), strict=True):
-            launch_now.pack(block.contiguous(), spans, rank, FINGERPRINT, own=own)
+            launch_now.pack(block.contiguous(), spans, rank, virtual.FINGERPRINT, own=own)
         for rank, ((normed, _), (out, _)) in zip(ranks, results, strict=True):
             if not own:
                 place, mine = (spans.unpack.view(t.view(-1), 0, rank.rank) for t in (out, sums))
                 place.copy_(mine)
-            unpack_and_norm(normed, out, weight, spans, rank, FINGERPRINT, own)
+            virtual.unpack_and_norm(normed, out, weight, spans, rank, virtual.FINGERPRINT, own)
     there = torch.full_like(sums, math.nan)
     launch_now.norm(there, sums, weight, EPS, ranks[0])
     check_normed(there, sums, weight)
     for rank, given in zip(ranks, results, strict=True):
-        assert_results(given, [there, sums])
+        virtual.assert_results(given, [there, sums])
         rank.assert_idle(len(rounds))
 
 
 def test_the_norm_reads_the_rounded_sum() -> None:
-    x, ranks = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), virtual_ranks(2, 256)
+    x, ranks = (
+        torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        virtual.virtual_ranks(2, 256),
+    )
     (spans,) = norm.one_shot((1, 64), 0, EPS, 2).rounds(64)
     for rank in ranks:
-        launch_now.pack(x[rank.rank], spans, rank, FINGERPRINT)
+        launch_now.pack(x[rank.rank], spans, rank, virtual.FINGERPRINT)
     normed, out = torch.full_like(x, math.nan).unbind()
-    launch_now.reduce_norm(normed, out, torch.zeros_like(out), None, None, spans, EPS, ranks[0], FINGERPRINT)
+    launch_now.reduce_norm(normed, out, torch.zeros_like(out), None, None, spans, EPS, ranks[0], virtual.FINGERPRINT)
     unrounded = x.float().sum(0)
     assert torch.equal(out, unrounded.bfloat16())
     assert torch.equal(normed, F.rms_norm(out.float(), (64,), None, EPS).bfloat16())

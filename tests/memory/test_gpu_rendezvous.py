@@ -1,6 +1,7 @@
 """torch's rendezvous on GPUs among ranks with different counts. Here Python does what torch's C++ does to the store."""
 
 import datetime
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ class Exchange:
     def __init__(self, count: int) -> None:
         self.count = count
         self.names: list[str] = []  # of groups that have met
+        self.multicast: list[str | None] = []
 
     def all_gather(self, store: Store, rank: int, size: int, value: str) -> list[bytes]:
         keys = [f"{self.count}/{r}" for r in range(size)]
@@ -49,6 +51,7 @@ class Exchange:
 
     def rendezvous(self, segment: Any, name: Any) -> None:
         self.names.append(name)
+        self.multicast.append(os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST"))
         group: Any = c10d._resolve_process_group(name)
         for i in range(2):
             found = self.all_gather(group.get_group_store(), group.rank(), group.size(), f"{i} of {group.rank()}")
@@ -178,9 +181,11 @@ def test_an_op_on_some_ranks_leaves_all_able_to_meet(rank: int) -> None:
 
 @on_ranks(3)
 def test_ranks_with_one_count_meet_in_their_own_group(rank: int) -> None:
+    """And make no multicast object."""
     with fresh_group() as group, emulated(5) as exchange, timeout(10):
         assert [share(group) for _ in range(3)] == [(group.group_name, None)] * 3
         assert exchange.names == [group.group_name] * 3
+        assert exchange.multicast == ["1"] * 3 and gpu_rendezvous._DISABLE not in os.environ
 
 
 @on_ranks(3)

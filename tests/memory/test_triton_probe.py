@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from fusedcomm.memory import signals, topology, triton_probe
-from fusedcomm.plan.cost import tuned
+from fusedcomm.plan import planner
+from fusedcomm.plan.cost import links, tuned
 from tests.helpers.groups import fresh_group
 from tests.helpers.on_ranks import on_ranks
 
 pytest.importorskip("triton")
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
 
 
 def test_a_signal_that_arrives_is_proof() -> None:
@@ -67,16 +71,29 @@ def test_a_machine_without_a_compiler_or_headers(tmp_path: Path) -> None:
     assert "Python.h: No such file or directory" in run.stderr
 
 
-@on_ranks(2)
-def test_one_rank_whose_kernels_do_not_run_makes_all_unfused(rank: int) -> None:
-    gpu = SimpleNamespace(uuid="0", major=9, minor=0)
-    reason = "Triton cannot run a kernel (a compiler)" if rank == 1 else None
+@contextmanager
+def gpus(rank: int, cannot_launch: str | None) -> Iterator[Any]:
+    gpu = SimpleNamespace(uuid=str(rank), major=9, minor=0)
     with (
         fresh_group() as group,
         mock.patch("torch.cuda.get_device_properties", lambda device: gpu),
         mock.patch.object(tuned, "read", lambda *args: None),
-        mock.patch.object(triton_probe, "cannot_launch", lambda device: reason),
+        mock.patch.object(triton_probe, "cannot_launch", lambda device: cannot_launch),
     ):
-        voted, _ = topology.probe(group, GPU)
-        assert voted.no_workspace == "rank 1: Triton cannot run a kernel (a compiler)"
+        yield topology.probe(group, torch.device("cuda", rank))[0]
         dist.barrier(group)
+
+
+@on_ranks(2)
+def test_one_rank_whose_kernels_do_not_run_makes_all_unfused(rank: int) -> None:
+    with gpus(rank, "Triton cannot run a kernel (a compiler)" if rank == 1 else None) as voted:
+        assert voted.no_workspace == "rank 1: Triton cannot run a kernel (a compiler)"
+
+
+@on_ranks(2)
+def test_gpus_without_nvlink_are_planned_by_pcie(rank: int) -> None:
+    nvml = mock.Mock(nvmlDeviceGetP2PStatus=lambda *args: rank, NVML_P2P_STATUS_OK=0)
+    with mock.patch.dict(sys.modules, pynvml=nvml), gpus(rank, None) as voted:
+        assert voted.no_workspace == "no NVLink peer access between the GPUs of ranks 1 and 0 (NVML status 1)"
+        constants = planner.constants_of(SimpleNamespace(topology=voted, device=torch.device("cuda")))
+        assert set(constants.backend_bandwidth.values()) == {links.PCIE_BANDWIDTH}

@@ -6,8 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from fusedcomm.bench.virtual import VirtualGroup, _streams, answer_later_rounds
-from fusedcomm.memory.beside_kernels import _stream
+from fusedcomm.bench import virtual
+from fusedcomm.bench.virtual import VirtualGroup, answer_later_rounds
+from fusedcomm.memory import beside_kernels
+from fusedcomm.memory import workspace as workspaces
 from fusedcomm.memory.segment import FINGERPRINT_BITS
 
 FINGERPRINT, NUM_ROUNDS = 7, 6
@@ -45,16 +47,21 @@ def test_a_round_that_does_not_end_is_an_error() -> None:
 
 
 def test_ranks_and_the_host_have_the_same_streams_in_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's pool has 32 of a priority and begins again: the host's stream must not become one that waits."""
+    """torch's pool has 32 of a priority and begins again: the host's stream must not become one that waits. What other
+    threads send beside a capture is not in its graph.
+    """
     made: list[int] = []  # priorities
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(priority))
-    device = torch.device("cuda", 0)
-    for cached in (_streams, _stream):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: made.append(priority))
+    device, caches = torch.device("cuda", 0), (virtual._stream, workspaces._streams, beside_kernels._stream)
+    for cached in caches:
         cached.cache_clear()
-    for _ in range(33):
-        for rank in range(8):
-            _streams(device, rank)
-        _stream(device)
-    for cached in (_streams, _stream):
+    for captured in [False] * 32 + [True]:
+        monkeypatch.setattr(workspaces, "is_capturing", lambda device, captured=captured: captured)
+        for each in VirtualGroup(8, 1024, "cpu").workspaces:
+            each.device = device
+            assert len(each.streams) == 2
+            virtual._stream(device, each.rank)
+        beside_kernels._stream(device)
+    for cached in caches:
         cached.cache_clear()
-    assert Counter(made) == {0: 8, -1: 16, -2: 1}
+    assert Counter(made) == {0: 8, -1: 32, -2: 1}

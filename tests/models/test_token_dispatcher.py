@@ -20,10 +20,7 @@ def has_dispatchers() -> bool:
         return False
 
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(not has_dispatchers(), reason="torchtitan 0.3 is not installed"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not has_dispatchers(), reason="torchtitan 0.3 is not installed")]
 
 DIM, HIDDEN, E, K, SIZE = 16, 32, 4, 2, 2
 

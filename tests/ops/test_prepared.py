@@ -205,12 +205,7 @@ def test_a_value_of_another_kind_is_another_call(rank: int) -> None:
 @on_ranks(2)
 def test_settings_that_change_later_reach_no_call(rank: int) -> None:
     """A key has none of them: a group keeps those of its first call, and its tuned numbers, for calls in Python too."""
-    later = {
-        "ALGORITHM": "unfused",
-        "WORKSPACE_BYTES": "8192",
-        "PROVE": "0",
-        "CACHE_DIR": os.devnull,
-    }
+    later = {"ALGORITHM": "unfused", "WORKSPACE_BYTES": "8192", "PROVE": "0", "CACHE_DIR": os.devnull}
     with fresh_group(ALGORITHM="chunked") as group:
         call(group, LARGER)
         check_prepared(group, HEADS, torch.float32)

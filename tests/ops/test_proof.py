@@ -28,7 +28,7 @@ from fusedcomm.ops.proof import SIZES
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
 from fusedcomm.plan.planner import Plan
-from fusedcomm.run import calls
+from fusedcomm.run import calls, native_plan
 from tests.helpers.groups import call, check, fresh_group, in_pieces, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -62,6 +62,7 @@ def proving(folder: Path | str, plant: Callable[..., Any] | None = None, **env: 
         stack.enter_context(mock.patch.object(topology, "_must_prove", lambda device: True))
         stack.enter_context(mock.patch.object(proof, "prove", counted))
         stack.enter_context(mock.patch.object(planner, "_logged", set()))
+        stack.enter_context(mock.patch.object(proof, "BOUND_S", float(env.get("TIMEOUT_S", 240)) / 2))
         if plant is not None:
             stack.enter_context(planted_in("chunked", plant))
         group = stack.enter_context(fresh_group(CACHE_DIR=str(folder), **env))
@@ -87,13 +88,6 @@ def plan_of_all(group: Any, problem: Problem) -> Plan:
     dist.all_gather_object(plans, problem.plan(integers(problem, rank, size), group), group)
     assert all(plan == plans[0] for plan in plans)
     return plans[0]
-
-
-def wrong_on_one_rank(rank: int, right: Plant, *args: Any) -> Any:
-    ran = right(*args)
-    if rank == 1:
-        ran.returned[0][-1, -1] += 1
-    return ran
 
 
 def raises_on_one_rank(rank: int, right: Plant, *args: Any) -> Any:
@@ -132,29 +126,25 @@ def writes_past_its_slot(rank: int, right: Plant, plan: Any, memory: Any, *args:
     return ran
 
 
-def wrong_norm(rank: int, right: Plant, plan: Any, *args: Any) -> Any:
-    ran = right(plan, *args)
-    if rank == 1 and plan.op == "matmul_reduce_scatter_norm":
-        ran.returned[0][0, 0] += 1
-    return ran
-
-
-def wrong_where_copy_engines_send(rank: int, right: Plant, plan: Any, memory: Any, *args: Any) -> Any:
+def wrong_where(is_wrong: Callable[..., bool], rank: int, right: Plant, plan: Plan, memory: Any, *args: Any) -> Any:
     ran = right(plan, memory, *args)
-    if rank == 1 and memory.least_copied == 0:
+    if rank == 1 and is_wrong(plan, memory, ran.returned[0].dtype):
         ran.returned[0][0, 0] += 1
     return ran
 
 
-def wrong_where(is_wrong: Callable[..., bool], rank: int, right: Plant, plan: Any, *args: Any) -> Any:
-    ran = right(plan, *args)
-    if rank == 1 and is_wrong(plan.exchange, ran.returned[0].dtype):
-        ran.returned[0][0, 0] += 1
-    return ran
+def wrong_on_one_rank(*args: Any) -> Any:  # pickled, as the next
+    return wrong_where(lambda *call: True, *args)
 
 
+def wrong_if_uneven(*args: Any) -> Any:
+    return wrong_where(lambda plan, *_: plan.exchange.cut is not None, *args)
+
+
+wrong_norm = partial(wrong_where, lambda plan, *_: plan.op == "matmul_reduce_scatter_norm")
+wrong_where_copy_engines_send = partial(wrong_where, lambda plan, memory, _: memory.least_copied == 0)
 PLANTED = {
-    "wrong alone": (partial(wrong_where, lambda exchange, _: exchange.is_plain), "rank 1 gave wrong values: 1 of "),
+    "wrong alone": (partial(wrong_where, lambda plan, *_: plan.exchange.is_plain), "rank 1 gave wrong values: 1 of "),
     "wrong by copies": (wrong_where_copy_engines_send, "rank 1 gave wrong values: 1 of "),
     "wrong": (wrong_on_one_rank, "rank 1 gave wrong values: 1 of "),
     "raises": (raises_on_one_rank, "rank 1 raised RuntimeError: planted"),
@@ -224,10 +214,6 @@ def test_what_fails_its_proof_is_off_for_all_ranks(rank: int, tmp_path: Path, na
     assert time.monotonic() - start < 10
 
 
-def wrong_if_uneven(*args: Any) -> Any:
-    return wrong_where(lambda exchange, _: exchange.cut is not None, *args)
-
-
 UNEVEN = {  # calls whose parts differ in size, by rank and group; they give 4 everywhere
     "matmul_all_to_all": lambda rank, group: fusedcomm.matmul_all_to_all(
         torch.ones(2 + rank, 4), torch.ones(4, 3), 0, 1, group, gather_splits=[2, 3]
@@ -262,7 +248,7 @@ def test_parts_of_different_sizes_have_a_proof_of_their_own(
 
 @on_ranks(2)
 def test_other_kinds_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
-    pushes = partial(wrong_where, lambda exchange, dtype: dtype == torch.float32 and not exchange.gathers)
+    pushes = partial(wrong_where, lambda plan, _, dtype: dtype == torch.float32 and not plan.exchange.gathers)
     with proving(tmp_path, pushes) as (group, _made):
         check(group, GATHER, call(group, GATHER))
         check(group, PUSH, call(group, PUSH))
@@ -280,7 +266,7 @@ def test_other_kinds_and_dtypes_stay_on(rank: int, tmp_path: Path) -> None:
 def test_a_norm_has_a_proof_of_its_own(rank: int, tmp_path: Path) -> None:
     """One of both ways is wrong. So are Triton's kernels, which are right."""
     y = torch.full((8, 4096), 2.0)
-    with proving(tmp_path, partial(wrong_where, lambda exchange, _: exchange.gathers)) as (group, made):
+    with proving(tmp_path, partial(wrong_where, lambda plan, *_: plan.exchange.gathers)) as (group, made):
         for _ in range(2):
             assert (fusedcomm.all_reduce(y, group) == 4).all()
             normed, out = fusedcomm.all_reduce_norm(y, y, None, group, eps=0.0)
@@ -291,19 +277,6 @@ def test_a_norm_has_a_proof_of_its_own(rank: int, tmp_path: Path) -> None:
         with mock.patch.object(proof, "SIZES", [MatmulSize(7, 5, 9)]):
             for kind in ("all_reduce_norm", "reduce_scatter"):
                 assert proof._outcome(kind, "fused", torch.bfloat16, ours, False) == ""
-
-
-@on_ranks(2)
-def test_a_forced_algorithm_runs_without_a_proof_and_after_a_failed_one(rank: int, tmp_path: Path) -> None:
-    with proving(tmp_path) as (group, made):
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            check(group, PUSH, call(group, PUSH))
-        assert not made
-        member_of(group).outcomes["all_to_all chunked float32"] = "it was wrong"
-        assert plan_of_all(group, PUSH).algorithm == "unfused"
-        with fusedcomm.force_algorithm("chunked", strict=True):
-            check(group, PUSH, call(group, PUSH))
-            assert plan_of_all(group, PUSH).reason == planner.FORCED
 
 
 @on_ranks(2)
@@ -342,6 +315,62 @@ def test_without_memory_for_the_proof_the_group_runs_unfused(rank: int, tmp_path
         fusedcomm.reset(group)
         check(group, PUSH, call(group, PUSH))
         assert len(made) == 2 and plan_of_all(group, PUSH).algorithm == "chunked"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrong", [False, True])
+def test_where_the_native_part_is_wrong_calls_stay_in_python(rank: int, tmp_path: Path, wrong: bool) -> None:
+    right, ran = native_plan.bound, []
+
+    def bound(*args: Any) -> Callable[[], Any]:
+        run = right(*args)
+        ran.append(run)
+        return (lambda: [t + 1 for t in run()]) if wrong and rank == 1 else run
+
+    with (
+        proving(tmp_path) as (group, _),
+        logged(logging.WARNING) as said,
+        mock.patch.object(native_plan, "bound", bound),
+    ):
+        for seed in range(4):
+            check(group, GATHER, call(group, GATHER, seed), seed)
+        assert plan_of_all(group, GATHER).algorithm == "chunked" and ran
+        assert (member_of(group).prepared is None) == wrong and len(said) == wrong
+        assert not wrong or "fails: chunked of float32 by the native part failed its proof on " in said[0]
+
+
+@on_ranks(2)
+def test_a_rendezvous_that_fails_in_a_proof_is_tried_once(rank: int, tmp_path: Path) -> None:
+    """The call then runs pipelined, which has a proof of its own."""
+    tried, text = [], "rank 0 cannot map its peers' memory"
+
+    def failing(self: Member, *args: Any) -> tuple[None, str]:
+        tried.append(self)
+        return None, "cannot map its peers' memory"
+
+    with proving(tmp_path) as (group, made), mock.patch.object(Member, "_rendezvous", failing), in_pieces(3):
+        for problem in (BY_OP["all_gather_matmul"], BY_OP["matmul_all_reduce"]):
+            check(group, problem, call(group, problem))
+            plan = plan_of_all(group, problem)
+            assert plan.algorithm == "pipelined" and plan.reason.startswith(text), plan
+        ours = member_of(group)
+        assert made == ["all_gather_matmul chunked", "all_gather_matmul pipelined", "matmul_all_reduce pipelined"]
+        assert len(tried) == 1 and ours.unavailable == text
+        proof.prove("all_gather_matmul", "fused", torch.bfloat16, ours, False)  # as planned before, in a thread
+        assert len(tried) == 1
+
+
+@on_ranks(2)
+def test_a_peer_may_compile_for_longer_than_the_time_out(rank: int, tmp_path: Path) -> None:
+    pauses = [2.5] if rank == 1 else []
+
+    def compiling(rank: int, right: Plant, *args: Any) -> Any:
+        time.sleep(pauses.pop() if pauses else 0)
+        return right(*args)
+
+    with proving(tmp_path, compiling, TIMEOUT_S="2") as (group, _), mock.patch.object(proof, "BOUND_S", 120.0):
+        check(group, PUSH, call(group, PUSH))
+        assert plan_of_all(group, PUSH).algorithm == "chunked"
 
 
 @on_ranks(2)

@@ -8,20 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
+from tests.helpers import problems as given
 from tests.helpers.groups import ALGORITHMS, after_peers, call, check, check_values, empty_is_nan
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import ALL_PROBLEMS, NAMED, TABLES, as_list
-from tests.helpers.problems import (
-    GATHERS,
-    OPS,
-    Problem,
-    expected,
-    expected_by_product,
-    flat,
-    integers,
-    unflat,
-    whole_group,
-)
 from tests.helpers.spies import Dispatched
 from tests.helpers.tiers import nightly_but
 
@@ -33,7 +23,7 @@ def test_one_rank_has_nothing_to_exchange(rank: int) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", given.OPS)
 def test_a_late_rank_is_waited_for(rank: int, op: str) -> None:
     """Each rank in turn begins when its peers have signalled, and so wait for it."""
     problem = TABLES[op][1]
@@ -46,20 +36,20 @@ def test_a_late_rank_is_waited_for(rank: int, op: str) -> None:
 
 # rounding, and the order of sums
 ROUNDING = [
-    Problem("rounding", (24, 150), 20, 0, 1, bias=True),
-    Problem("rounding", (24, 150), 20, 0, 1, bias=True, op="all_to_all_matmul"),
-    Problem("rounding-k-gathered", (24, 75), 20, 1, 0, bias=True, op="all_to_all_matmul"),
-    Problem("rounding", (24, 150), 20, 0, bias=True, op="all_gather_matmul"),
-    Problem("rounding-k-gathered", (24, 75), 20, 1, bias=True, op="all_gather_matmul"),
-    Problem("rounding", (24, 150), 20, scatter_dim=0, bias=True, op="matmul_reduce_scatter"),
-    Problem("rounding", (24, 150), 20, bias=True, reduce_op="avg", op="matmul_all_reduce"),
-    Problem("rounding-padded", (5, 150), 31, op="matmul_all_reduce"),
+    given.Problem("rounding", (24, 150), 20, 0, 1, bias=True),
+    given.Problem("rounding", (24, 150), 20, 0, 1, bias=True, op="all_to_all_matmul"),
+    given.Problem("rounding-k-gathered", (24, 75), 20, 1, 0, bias=True, op="all_to_all_matmul"),
+    given.Problem("rounding", (24, 150), 20, 0, bias=True, op="all_gather_matmul"),
+    given.Problem("rounding-k-gathered", (24, 75), 20, 1, bias=True, op="all_gather_matmul"),
+    given.Problem("rounding", (24, 150), 20, scatter_dim=0, bias=True, op="matmul_reduce_scatter"),
+    given.Problem("rounding", (24, 150), 20, bias=True, reduce_op="avg", op="matmul_all_reduce"),
+    given.Problem("rounding-padded", (5, 150), 31, op="matmul_all_reduce"),
 ]
 
 
-def normal(problem: Problem, rank: int, group_size: int, dtype: torch.dtype) -> list[Tensor | None]:
+def normal(problem: given.Problem, rank: int, group_size: int, dtype: torch.dtype) -> list[Tensor | None]:
     """Numbers that do not add up exactly, in the shapes of `integers`."""
-    tensors = flat(integers(problem, rank, group_size))
+    tensors = given.flat(given.integers(problem, rank, group_size))
     generators = [torch.Generator().manual_seed(100 * i + rank) for i in range(len(tensors))]
     if problem.op == "matmul_all_reduce":  # whose bias all ranks share
         generators[-1].manual_seed(7)
@@ -69,12 +59,14 @@ def normal(problem: Problem, rank: int, group_size: int, dtype: torch.dtype) -> 
     ]
 
 
-def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str) -> Tensor:
+def check_rounding(rank: int, problem: given.Problem, dtype: torch.dtype, algorithm: str) -> Tensor:
     """Check that the error against float64 is at most twice that of the reference in the same dtype."""
     size = dist.get_world_size()
     tensors = [normal(problem, r, size, dtype) for r in range(size)]
-    want = whole_group(problem, [[t if t is None else t.double() for t in ts] for ts in tensors], size)[0][rank][0]
-    mine = unflat(problem, tensors[rank])
+    want = given.whole_group(problem, [[t if t is None else t.double() for t in ts] for ts in tensors], size)[0][rank][
+        0
+    ]
+    mine = given.unflat(problem, tensors[rank])
     with fusedcomm.force_algorithm("unfused"):
         error_of_reference = (problem.call(mine) - want).abs().max()
     with fusedcomm.force_algorithm(algorithm, strict=True):
@@ -86,7 +78,7 @@ def check_rounding(rank: int, problem: Problem, dtype: torch.dtype, algorithm: s
 
 @pytest.mark.parametrize("algorithm", nightly_but(["chunked", "pipelined"], ALGORITHMS[1:]))
 @pytest.mark.parametrize("problem", ROUNDING, ids=str)
-def test_rounding(ranks: Any, problem: Problem, algorithm: str) -> None:
+def test_rounding(ranks: Any, problem: given.Problem, algorithm: str) -> None:
     """An all_reduce gives all ranks the same bits."""
     for dtype in (torch.float32, torch.bfloat16):
         outs = ranks(3).run(check_rounding, problem, dtype, algorithm)
@@ -101,7 +93,7 @@ def gathered_k(rank: int, op: str, algorithm: str) -> Tensor:
 
 
 @pytest.mark.parametrize("algorithm", ["unfused", "chunked", "pipelined"])
-@pytest.mark.parametrize("op", GATHERS)
+@pytest.mark.parametrize("op", given.GATHERS)
 def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str) -> None:
     rounded_per_source = torch.tensor(257.0).bfloat16() + torch.tensor(2.0).bfloat16()
     once = torch.tensor(259.0).bfloat16()
@@ -111,10 +103,10 @@ def test_sums_over_sources_are_rounded_once(ranks: Any, op: str, algorithm: str)
 
 
 # the second result of the dispatcher ops
-def check_by_product(rank: int, problems: list[Problem], algorithm: str, dtype: torch.dtype) -> None:
+def check_by_product(rank: int, problems: list[given.Problem], algorithm: str, dtype: torch.dtype) -> None:
     size = dist.get_world_size()
     for problem in problems:
-        inputs = integers(problem, rank, size, dtype)
+        inputs = given.integers(problem, rank, size, dtype)
         op = getattr(torch.ops.fusedcomm, problem.op)
         with fusedcomm.force_algorithm(algorithm, strict=size > 1), empty_is_nan():
             outs, gathered = op(*problem.dispatched(inputs, by_product=True))
@@ -122,27 +114,27 @@ def check_by_product(rank: int, problems: list[Problem], algorithm: str, dtype: 
         assert list(empty.shape) == [0]
         assert gathered.untyped_storage().data_ptr() != inputs[0].untyped_storage().data_ptr() or gathered.numel() == 0
         assert gathered.is_contiguous()
-        torch.testing.assert_close(gathered, expected_by_product(problem, size, dtype, 0)[rank], rtol=0, atol=0)
-        want = as_list(expected(problem, size, dtype)[rank])
+        torch.testing.assert_close(gathered, given.expected_by_product(problem, size, dtype, 0)[rank], rtol=0, atol=0)
+        want = as_list(given.expected(problem, size, dtype)[rank])
         torch.testing.assert_close(as_list(outs), want, rtol=0, atol=0)
         torch.testing.assert_close(as_list(without), want, rtol=0, atol=0)
 
 
 @on_ranks()
-@pytest.mark.parametrize("op", GATHERS)
+@pytest.mark.parametrize("op", given.GATHERS)
 @pytest.mark.parametrize(("world_size", "algorithm"), [(1, "unfused"), (3, "unfused"), (3, "chunked")])
 def test_by_products(rank: int, op: str, world_size: int, algorithm: str) -> None:
     """A by-product that was asked for is right and not x itself; one that was not asked for is empty."""
     check_by_product(rank, TABLES[op], algorithm, torch.float32)
 
 
-def check_inference(rank: int, problem: Problem, by_product: int) -> None:
+def check_inference(rank: int, problem: given.Problem, by_product: int) -> None:
     def asks(grad: bool, w_needs_grad: bool, **options: Any) -> bool:
-        tensors = flat(integers(problem, rank, dist.get_world_size()))
+        tensors = given.flat(given.integers(problem, rank, dist.get_world_size()))
         for t in tensors[1 : 1 + len(problem.ns)]:
             t.requires_grad_(w_needs_grad)
         with Dispatched() as dispatched, torch.set_grad_enabled(grad):
-            problem.call(unflat(problem, tensors), **options)
+            problem.call(given.unflat(problem, tensors), **options)
         return dispatched.arguments(f"fusedcomm::{problem.op}")[by_product]
 
     save = "save_exchanged" if problem.op == "all_to_all_matmul" else "save_gathered"
@@ -168,7 +160,7 @@ def test_bad_types_and_groups_are_value_errors(rank: int, name: str) -> None:
     problem = NAMED[name]
     size = dist.get_world_size()
     op = getattr(torch.ops.fusedcomm, problem.op)
-    x, w, *rest = flat(integers(problem, rank, size))
+    x, w, *rest = given.flat(given.integers(problem, rank, size))
     for tensors, message in [
         ([x.int(), w, *rest], "x must be float32, float16, bfloat16 or float64, got torch.int32"),
         ([x, w.bfloat16(), *rest], "w must have x's dtype torch.float32, got torch.bfloat16"),
@@ -176,8 +168,8 @@ def test_bad_types_and_groups_are_value_errors(rank: int, name: str) -> None:
         ([x, w, *rest[:-1], rest[-1].half()], "bias must have x's dtype torch.float32, got torch.float16"),
     ]:
         with pytest.raises(ValueError, match=message):
-            op(*problem.dispatched(unflat(problem, tensors)))
-    *arguments, _, name = problem.dispatched(unflat(problem, [x, w, *rest]))
+            op(*problem.dispatched(given.unflat(problem, tensors)))
+    *arguments, _, name = problem.dispatched(given.unflat(problem, [x, w, *rest]))
     with pytest.raises(ValueError, match="group_size must be the size of group"):
         op(*arguments, 1, name)
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):

@@ -14,13 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -40,11 +34,13 @@ class Saved:
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = states.get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        states.set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
 
 
 @contextmanager
@@ -153,8 +149,8 @@ def test_whole_state_dicts(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = parallelize(llama(), mesh)
     train(model, steps=range(1))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
+    options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = states.get_model_state_dict(model, options=options)
     assert bool(state) == (rank == 0)
     if rank == 0:
         one = llama(seed=1)
@@ -162,7 +158,7 @@ def test_whole_state_dicts(rank: int) -> None:
         for name, want in plain(steps=1).parameters.items():
             assert (one.get_parameter(name) - want).norm() <= CLOSE * want.norm(), name
     other = parallelize(llama(seed=1), mesh)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(other, state, options=options)
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(other, state, options=options)
     for name, parameter in other.named_parameters():
         assert torch.equal(whole(parameter), whole(model.get_parameter(name))), name

@@ -21,40 +21,27 @@ import fusedcomm
 import fusedcomm.parallel
 from fusedcomm.memory.group import resolve
 from fusedcomm.parallel.float8_linear import GATHER, HELD, REDUCE, SCATTER, Casts, Move, scaled_linear
+from tests.helpers import small_llama as small
 from tests.helpers.groups import empty_is_nan
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.small_llama import (
-    CLOSE,
-    Llama,
-    batch_of,
-    by_ops,
-    check,
-    llama,
-    loss_of,
-    meshes,
-    parallelize,
-    plain,
-    shard,
-    train,
-)
 from tests.helpers.tiers import nightly_but
 
 
-def whole_blocks(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
-    shard(model, mesh)
+def whole_blocks(model: small.Llama, mesh: DeviceMesh) -> dict[str, Any]:
+    small.shard(model, mesh)
     return {}
 
 
-def halves_of_blocks(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
+def halves_of_blocks(model: small.Llama, mesh: DeviceMesh) -> dict[str, Any]:
     for block in model.layers:
         fully_shard(block.attention, mesh=mesh)
         fully_shard(block.feed_forward, mesh=mesh)
-    shard(model, mesh)
+    small.shard(model, mesh)
     return {}
 
 
-def microbatches(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
-    shard(model, mesh)
+def microbatches(model: small.Llama, mesh: DeviceMesh) -> dict[str, Any]:
+    small.shard(model, mesh)
 
     @contextmanager
     def synchronized(last: bool) -> Iterator[None]:
@@ -64,13 +51,13 @@ def microbatches(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
     return {"pieces": 2, "before_piece": synchronized}
 
 
-def checkpointed(model: Llama, mesh: DeviceMesh) -> dict[str, Any]:
+def checkpointed(model: small.Llama, mesh: DeviceMesh) -> dict[str, Any]:
     model.around = functools.partial(checkpoint, use_reentrant=False)
-    shard(model, mesh)
+    small.shard(model, mesh)
     return {}
 
 
-FULLY_SHARDED: dict[str, Callable[[Llama, DeviceMesh], dict[str, Any]]] = {
+FULLY_SHARDED: dict[str, Callable[[small.Llama, DeviceMesh], dict[str, Any]]] = {
     f.__name__: f for f in (whole_blocks, halves_of_blocks, microbatches, checkpointed)
 }
 
@@ -78,11 +65,11 @@ FULLY_SHARDED: dict[str, Callable[[Llama, DeviceMesh], dict[str, Any]]] = {
 @on_ranks(4)
 @pytest.mark.parametrize("name", FULLY_SHARDED)
 def test_fully_shard(rank: int, name: str) -> None:
-    with meshes(2, 2) as (data, tensor):
-        model = parallelize(llama(), tensor)
-        run = train(model, data=data, **FULLY_SHARDED[name](model, data))
-        check(run)
-        assert by_ops(model)
+    with small.meshes(2, 2) as (data, tensor):
+        model = small.parallelize(small.llama(), tensor)
+        run = small.train(model, data=data, **FULLY_SHARDED[name](model, data))
+        small.check(run)
+        assert small.by_ops(model)
 
 
 @on_ranks(4)
@@ -91,55 +78,55 @@ def test_mixed_precision(rank: int) -> None:
     """Losses are at most twice as far from float32's as under torch's own styles, or a rounding of bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     errors = []
-    with meshes(2, 2) as (data, tensor):
+    with small.meshes(2, 2) as (data, tensor):
         for styles in (torch_parallel, fusedcomm.parallel):
-            model = shard(parallelize(llama(), tensor, styles), data, mp_policy=policy)
-            losses = train(model, data=data).losses
-            errors.append(max(abs(one - want) for one, want in zip(losses, plain().losses, strict=True)))
-        assert by_ops(model)
-    assert 0 < errors[1] <= max(2 * errors[0], 2**-9 * plain().losses[0])
+            model = small.shard(small.parallelize(small.llama(), tensor, styles), data, mp_policy=policy)
+            losses = small.train(model, data=data).losses
+            errors.append(max(abs(one - want) for one, want in zip(losses, small.plain().losses, strict=True)))
+        assert small.by_ops(model)
+    assert 0 < errors[1] <= max(2 * errors[0], 2**-9 * small.plain().losses[0])
 
 
 @on_ranks()
 @pytest.mark.thorough
 @pytest.mark.parametrize(("world_size", "sizes"), nightly_but([(4, (2, 1, 2))], [(4, (2, 1, 2)), (8, (2, 2, 2))]))
 def test_hybrid_shard(rank: int, world_size: int, sizes: tuple[int, int, int]) -> None:
-    with meshes(*sizes) as (data, tensor):
-        model = shard(parallelize(llama(), tensor), data)
-        run = train(model, data=data._flatten())
-        check(run)
-        assert by_ops(model)
+    with small.meshes(*sizes) as (data, tensor):
+        model = small.shard(small.parallelize(small.llama(), tensor), data)
+        run = small.train(model, data=data._flatten())
+        small.check(run)
+        assert small.by_ops(model)
 
 
 @on_ranks(4)
 @pytest.mark.thorough
 def test_ddp(rank: int) -> None:
     """torch's way to run DDP over tensor parallelism: parameters are plain between calls, and DTensors within."""
-    wants, pieces = llama(), 2  # the first microbatch adds nothing up
+    wants, pieces = small.llama(), 2  # the first microbatch adds nothing up
     optimizer = torch.optim.SGD(wants.parameters(), lr=0.5)
-    with meshes(2, 2) as (data, tensor):
-        model = parallelize(llama(), tensor)
+    with small.meshes(2, 2) as (data, tensor):
+        model = small.parallelize(small.llama(), tensor)
         _pre_dp_module_transform(model)
         replicas = DistributedDataParallel(model, process_group=data.get_group())
         our_optimizer = torch.optim.SGD(replicas.parameters(), lr=0.5)
         for step in range(3):
-            want = loss_of(wants, batch_of(step))
+            want = small.loss_of(wants, small.batch_of(step))
             want.backward()
             optimizer.step()
             optimizer.zero_grad()
             total = torch.zeros(())
-            microbatches = batch_of(step).chunk(2)[data.get_local_rank()].chunk(pieces)
+            microbatches = small.batch_of(step).chunk(2)[data.get_local_rank()].chunk(pieces)
             for i, piece in enumerate(microbatches):
                 with nullcontext() if i == pieces - 1 else replicas.no_sync():
-                    loss = loss_of(replicas, piece) / pieces
+                    loss = small.loss_of(replicas, piece) / pieces
                     loss.backward()
                 total += loss.detach() / 2
             our_optimizer.step()
             our_optimizer.zero_grad()
             dist.all_reduce(total, group=data.get_group())
-            torch.testing.assert_close(total, want.detach(), rtol=CLOSE, atol=0)
+            torch.testing.assert_close(total, want.detach(), rtol=small.CLOSE, atol=0)
         assert not any(isinstance(p, DTensor) for p in model.parameters())
-        assert by_ops(model)
+        assert small.by_ops(model)
 
 
 # A linear layer in float8, forward and backward, against one process.

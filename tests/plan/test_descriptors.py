@@ -13,6 +13,7 @@ from fusedcomm.plan import descriptors, launches
 from fusedcomm.plan.builder import Builder, Device, layout_of
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.tiles import TileConfig
+from fusedcomm.run import packing
 from tests.helpers.virtual_ranks import virtual_ranks
 
 CONFIG = TileConfig(64, 64, 64, 8, 4, 4)
@@ -80,6 +81,16 @@ def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
 
     assert described(2**39 - 8)  # elements of 2 bytes
     assert not described(2**39)
+
+
+@pytest.mark.parametrize(("version", "rows", "cleared"), [((3, 6), 64, 0), ((3, 7), 64, 1), ((3, 7), 1024, 0)])
+def test_old_drivers_bit_is_cleared_as_triton_does(monkeypatch: Any, version: Any, rows: int, cleared: int) -> None:
+    monkeypatch.setattr(packing, "triton_version", lambda: version)
+    monkeypatch.setattr(packing, "_driver_version", lambda: 13010)
+    s, block = planned(torch.empty(rows, 128, dtype=torch.bfloat16)), packing._Block(None, 0, iter([]))  # type: ignore[arg-type]
+    meta = {"elem_size": 2, "elem_type": 10, "swizzle": 3, "block_size": [64, 64]}
+    block._describe(descriptors.describe_x(s, s.inputs[0], CONFIG), meta)
+    assert block.maps[0][2] == (9, 3, 0, cleared)
 
 
 def test_tiles_are_counted_in_32_bits() -> None:

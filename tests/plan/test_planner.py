@@ -224,6 +224,9 @@ def test_where_one_algorithm_failed_its_proof_the_other_runs(capturing: list[boo
     assert planner.plan(OP, LARGE, BF16, ours).algorithm == "fused"
     ours.outcomes["all_to_all fused bfloat16"] = "it was late"
     assert planner.plan(OP, LARGE, BF16, ours).reason == "it was late"
+    with fusedcomm.force_algorithm("fused", strict=True):  # without a proof, and after a failed one
+        plan = planner.plan(OP, LARGE, BF16, ours)
+        assert plan.reason == planner.FORCED and not proof.is_unproved(plan, BF16, ours, uneven=False)
 
 
 TERABYTES = replace(ABLE, workspace_bytes=1 << 50)
@@ -371,15 +374,18 @@ class FakeNVML:
 def test_nvml_decides_on_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNVML(("a", "c")))
-    assert topology._no_peer_access(1, ["a", "b", "c"]) is None
+    three = ["a", "b", "c"], [0, 1, 2]
+    assert topology._no_peer_access(1, *three) is None
     for rank, peer in ((0, 2), (2, 0)):
-        reason = topology._no_peer_access(rank, ["a", "b", "c"])
-        assert reason == f"no NVLink peer access between the GPUs of ranks {rank} and {peer} (NVML status 5)"
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # whatever NVML fails with
-    assert "rank 0: NVML cannot tell" in str(topology._no_peer_access(0, ["a", "b"]))
-    assert "several ranks share one GPU" in str(topology._no_peer_access(0, ["a", "a"]))
+        reason = f"no NVLink peer access between the GPUs of ranks {rank} and {peer} (NVML status 5)"
+        assert topology._no_peer_access(rank, *three) == reason
+    of_one_name, of_one_gpu = (["a", "b"], [0, 0]), (["a", "a"], [0, 0])
+    assert "one name (cuda:0, cuda:0): show all GPUs" in str(topology._no_peer_access(0, *of_one_name))
+    assert "several ranks share one GPU" in str(topology._no_peer_access(0, *of_one_gpu))
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    assert topology._no_peer_access(0, ["a", "a"]) is None
+    assert topology._no_peer_access(0, *of_one_name) is topology._no_peer_access(0, *of_one_gpu) is None
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # whatever NVML fails with
+    assert "rank 0: NVML cannot tell" in str(topology._no_peer_access(0, *of_one_name))
 
 
 def explain_meta(rank: int) -> Any:

@@ -326,10 +326,7 @@ def slow_op(*args: Any) -> Tensor:
 
 
 def planted_overhead(rank: int) -> list[CallRow]:
-    with (
-        mock.patch.dict(vars(overhead), FEW_CALLS),
-        mock.patch.object(fusedcomm, OP, slow_op),
-    ):
+    with mock.patch.dict(vars(overhead), FEW_CALLS), mock.patch.object(fusedcomm, OP, slow_op):
         return measure_overhead(rank, OP, "forward", "cpu", rounds=1)
 
 

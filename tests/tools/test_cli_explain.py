@@ -27,21 +27,15 @@ from tests.helpers.block_checks import interpreted
 COMPILES = """\
 import contextlib
 import sys
-
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from beside import reduced
-
 import fusedcomm.compile
-
-
 def program(x, w):
     y = x @ w
     left = funcol.all_reduce(y, "sum", dist.group.WORLD)  # LEFT
     return y, left, reduced(x @ w.T)
-
-
 dist.init_process_group("gloo")
 itself = "enables-itself" in sys.argv
 with fusedcomm.compile.enabled() if itself else contextlib.nullcontext():
@@ -54,17 +48,13 @@ dist.destroy_process_group()
 BESIDE = """\
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-
-
 def reduced(y):
     return funcol.all_reduce(y, "sum", dist.group.WORLD)  # FUSED
 """
 ENDS = """\
 import os
 import sys
-
 import torch.distributed as dist
-
 dist.init_process_group("gloo")  # no rank ends before all are here
 if sys.argv[1] == "exit":
     sys.exit(3)

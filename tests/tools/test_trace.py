@@ -12,16 +12,7 @@ from fusedcomm.bench.trace import PIDS_PER_RANK
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 from fusedcomm.tools.bench import record_op
-from tests.host_cost.traces import (
-    READS,
-    WRITES,
-    Access,
-    counts,
-    early_signals,
-    foreign_streams,
-    misplaced_copies,
-    races,
-)
+from tests.host_cost import traces as found
 
 SIZE = MatmulSize(300, 64, 96)
 
@@ -85,17 +76,17 @@ def test_ranks_are_put_on_one_clock() -> None:
 MAIN, SIDE, EVENT = 1, 2, 3
 
 
-def at(what: str, stream: int, access: int = 0, address: int = 0, size: int = 16) -> Access:
-    return Access(what, 0, stream, access, address, size)
+def at(what: str, stream: int, access: int = 0, address: int = 0, size: int = 16) -> found.Access:
+    return found.Access(what, 0, stream, access, address, size)
 
 
-def event(what: str, stream: int) -> Access:
+def event(what: str, stream: int) -> found.Access:
     return at(what, stream, address=EVENT)
 
 
-WRITE, READ = at("matmul", MAIN, WRITES), at("copy", SIDE, READS, 8)
+WRITE, READ = at("matmul", MAIN, found.WRITES), at("copy", SIDE, found.READS, 8)
 RECORD, WAIT = event("record", MAIN), event("wait", SIDE)
-OPERAND, USE = at("operand", SIDE, WRITES), at("use", MAIN, WRITES, 64)
+OPERAND, USE = at("operand", SIDE, found.WRITES), at("use", MAIN, found.WRITES, 64)
 
 
 @pytest.mark.parametrize(
@@ -105,27 +96,29 @@ OPERAND, USE = at("operand", SIDE, WRITES), at("use", MAIN, WRITES, 64)
         ([WRITE, RECORD, READ, WAIT], 1),
         ([RECORD, WRITE, WAIT, READ], 1),
         ([WRITE, WAIT, RECORD, READ], 1),
-        ([WRITE, at("copy", MAIN, READS)], 0),
-        ([WRITE, at("copy", SIDE, READS, 16)], 0),
-        ([at("copy", MAIN, READS), READ], 0),
+        ([WRITE, at("copy", MAIN, found.READS)], 0),
+        ([WRITE, at("copy", SIDE, found.READS, 16)], 0),
+        ([at("copy", MAIN, found.READS), READ], 0),
         ([WRITE, RECORD, event("host waits", 0), READ], 0),
         ([WRITE, at("synchronize", MAIN), READ], 0),
-        ([at("copy", 0, WRITES), Access("copy", 1, 0, READS, 0, 8)], 1),  # each device has a stream 0
+        ([at("copy", 0, found.WRITES), found.Access("copy", 1, 0, found.READS, 0, 8)], 1),  # each device has a stream 0
         ([WRITE, OPERAND], 0),  # parts of one tensor
         ([WRITE, USE, OPERAND], 1),  # the memory of a call that was before
         ([WRITE, RECORD, event("wait", 4), event("record", 4), WAIT, READ], 0),  # by way of a third stream
     ],
 )
-def test_races(trace: list[Access], num_races: int) -> None:
-    assert len(list(races(trace))) == num_races
+def test_races(trace: list[found.Access], num_races: int) -> None:
+    assert len(list(found.races(trace))) == num_races
 
 
 def test_copies_signals_and_streams() -> None:
     peer = [(100, 200)]
-    copy, signal = at("copy", SIDE, WRITES, 100), at("signal", SIDE, address=190)
-    assert not [*early_signals([copy, signal], peer), *misplaced_copies([copy, signal], peer, SIDE)]
-    moved = at("copy", MAIN, WRITES, 100)
-    assert len([*early_signals([moved, signal], peer)]) == len([*misplaced_copies([moved], peer, SIDE)]) == 1
-    assert not [*foreign_streams([copy, signal], 0, [SIDE])]
-    assert len([*foreign_streams([copy], 1, [SIDE])]) == len([*foreign_streams([copy], 0, [MAIN])]) == 1
-    assert counts([at("matmul", MAIN, READS), WRITE, READ, copy, OPERAND, USE]) == {"copy": 1, "matmul": 1}
+    copy, signal = at("copy", SIDE, found.WRITES, 100), at("signal", SIDE, address=190)
+    assert not [*found.early_signals([copy, signal], peer), *found.misplaced_copies([copy, signal], peer, SIDE)]
+    moved = at("copy", MAIN, found.WRITES, 100)
+    assert (
+        len([*found.early_signals([moved, signal], peer)]) == len([*found.misplaced_copies([moved], peer, SIDE)]) == 1
+    )
+    assert not [*found.foreign_streams([copy, signal], 0, [SIDE])]
+    assert len([*found.foreign_streams([copy], 1, [SIDE])]) == len([*found.foreign_streams([copy], 0, [MAIN])]) == 1
+    assert found.counts([at("matmul", MAIN, found.READS), WRITE, READ, copy, OPERAND, USE]) == {"copy": 1, "matmul": 1}

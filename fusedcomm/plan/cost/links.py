@@ -25,12 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-INTRA, INTER = "intra", "inter"
+INTRA, INTER, PCIE = "intra", "inter", "pcie"  # the last: between GPUs of a host without NVLink
 _KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 INTER_BANDWIDTH = 50e9  # bytes per second of one rank, where nobody says: one 400 Gbit/s card per GPU
+PCIE_BANDWIDTH = 20e9  # likewise of NCCL on PCIe of generation 4 or 5; chosen
 CPU_INTER_BANDWIDTH = 1.25e9  # likewise of a rank on a CPU: 10 Gbit/s
 LAUNCH = 10e-6  # seconds of any collective; this and HOP are chosen, not measured: 24 us for 8 GPUs of a node
-HOP = {INTRA: 2e-6, INTER: 5e-6}
+HOP = {INTRA: 2e-6, INTER: 5e-6, PCIE: 5e-6}
 
 
 @dataclass(frozen=True)

@@ -246,11 +246,12 @@ def usual_call(kind: str, chunk_numel: int, group_size: int, device_type: str) -
 
 @functools.lru_cache(maxsize=64)
 def across_hosts(constants: Constants, at: Reach, inter: float | None = None) -> Constants:
-    """With collectives as `links` estimates them where a group spans hosts.
+    """With collectives as `links` estimates them where a group spans hosts, or GPUs without NVLink.
 
     ``inter``: bytes per second of one rank between hosts, if they are known.
     """
-    inter = inter or (links.CPU_INTER_BANDWIDTH if constants.on_cpu else links.INTER_BANDWIDTH)
+    gpus = links.PCIE_BANDWIDTH if at.link == links.PCIE else links.INTER_BANDWIDTH
+    inter = inter or (links.CPU_INTER_BANDWIDTH if constants.on_cpu else gpus)
     rates, latencies = {}, {}
     for kind, inside in constants.backend_bandwidth.items():
         bandwidth = {INTRA: inside, INTER: inter}
