@@ -293,7 +293,8 @@ def _backward(moe: Moe) -> None:
 
 def _proof(sizes: routed_proof.Sizes) -> None:
     num_bytes = bytes_of_rows(sizes.capacity, sizes.columns, 2)
-    routed_proof.problem(sizes, VirtualGroup(2, num_bytes, META).workspaces[0], torch.bfloat16)
+    way = ByKernels(VirtualGroup(2, num_bytes, META).workspaces[0], OP, FINGERPRINT)
+    routed_proof.problem(sizes, way, torch.bfloat16)
 
 
 def cases(device: torch.device, part: str) -> child.Cases:

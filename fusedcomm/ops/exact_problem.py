@@ -98,6 +98,7 @@ class NormProblem:
         self.outs = out.chunk(num_ranks, -2) if self.scatters else [out] * num_ranks
         self.residuals = [out - total for out, total in zip(self.outs, sums.results(), strict=True)]
         self.weight = sums.integers((n,), 5, 0) + 2
+        self.sends_whole = True  # terms too, of an all_reduce
 
     def exchange(self, rank: int) -> Exchange:
         """The geometry of the reduce_scatter, or of an all_reduce that sends all to all."""
@@ -115,7 +116,8 @@ class NormProblem:
         given = ("matmul_all_reduce_norm", x, w), ("all_reduce_norm", self.sums.payloads[rank], None)
         for op, terms, weight in given:
             shape = None if weight is None else weight.shape
-            for exchange in (self.exchange(rank), norm.two_shot(terms.shape, shape, 0.0, self.num_ranks)):
+            ways = self.exchange(rank), norm.two_shot(terms.shape, shape, 0.0, self.num_ranks)
+            for exchange in ways if self.sends_whole else ways[1:]:
                 yield op, [terms, weight, *others], exchange
 
     def results(self, rank: int) -> list[Tensor]:

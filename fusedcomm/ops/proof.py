@@ -103,7 +103,7 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
     forms = [form]
     if form == "_scaled":
         forms.append("_tensor_wise")
-    elif kind == "reduce_scatter" and algorithm != "pipelined":  # a rank has either
+    elif kind == "reduce_scatter":  # a rank has either
         forms.append("_norm")
     problems = [
         problem_of(each, size, ours.group_size, behind, uneven)
@@ -111,6 +111,9 @@ def _outcome(kind: str, algorithm: str, dtype: torch.dtype, ours: Member, uneven
         for size in SIZES
         for behind in forms
     ]
+    for problem in problems:
+        if isinstance(problem, NormProblem):
+            problem.sends_whole = algorithm != "pipelined"
     parts = " in parts of different sizes" if uneven else ""
     what = f"{algorithm} of {str(dtype).removeprefix('torch.')}{parts}"
     num_bytes = 0 if algorithm == "pipelined" else max(slot_bytes(problem, dtype) for problem in problems)

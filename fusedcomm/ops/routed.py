@@ -183,12 +183,15 @@ def _algorithm(
         reason = ours.topology.no_fused or ("float64 has no kernel" if dtype == torch.float64 else None)
         if reason is None and name is None and ours.topology.prove and proves:
             with ours.lock:
-                reason = routed_proof.failure(op, dtype, ours) or None
+                reason = routed_proof.failure(op, "fused", dtype, ours) or None
     if reason is None:
         return found, planner.FORCED if name else ""
     if strict and name is not None:
         raise RuntimeError(f"{op} cannot run as {name}: {reason}")
     cuts = is_cuda and name is None and experts > 1 and slot_bytes >= LEAST_CUT
+    is_unproved = cuts and ours.topology.prove and proves and not is_capturing(device)
+    if is_unproved and (wrong := routed_proof.failure(op, "pipelined", dtype, ours)):
+        return "unfused", wrong
     return "pipelined" if cuts else "unfused", reason
 
 

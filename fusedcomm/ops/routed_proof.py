@@ -1,5 +1,6 @@
-"""The proof of `fused` calls of a mixture of experts, as `fusedcomm.ops.proof` has those of other ops."""
+"""The proofs of `fused` and `pipelined` calls of a mixture of experts, as `fusedcomm.ops.proof` has others."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,11 +8,10 @@ from torch import Tensor
 
 from fusedcomm.memory.group_member import Member
 from fusedcomm.memory.outside_modes import outside_modes
-from fusedcomm.memory.workspace import Workspace
 from fusedcomm.ops import proof
 from fusedcomm.plan.planner import fingerprint_of
 from fusedcomm.plan.routing import Routing, bytes_of_rows, counts_of, pack
-from fusedcomm.run.routed_rows import ByKernels
+from fusedcomm.run.routed_rows import ByCollective, ByKernels
 
 KIND, FINGERPRINT = "moe", fingerprint_of("proof", "moe")
 
@@ -32,28 +32,35 @@ SIZES = (Sizes(701, 29, 3, 3, 1201, 8), Sizes(600, 136, 2, 2, 2000, 1))
 
 
 @outside_modes()
-def failure(op: str, dtype: torch.dtype, ours: Member) -> str:
-    """The failure of the kernels' proof, made on all ranks if there is none yet, or ""."""
-    name = ours.topology.name_of_proof(KIND, "fused", dtype, False)
+def failure(op: str, algorithm: str, dtype: torch.dtype, ours: Member) -> str:
+    """The failure of the algorithm's proof, made on all ranks if there is none yet, or ""."""
+    name = ours.topology.name_of_proof(KIND, algorithm, dtype, False)
     if name not in ours.outcomes:
-        proof.refuse_capture(op, "fused", ours)
-        ours.enter(op, FINGERPRINT)
-        num_bytes = max(bytes_of_rows(each.capacity, each.columns, dtype.itemsize) for each in SIZES)
-        num_bytes = max(num_bytes, 8 * ours.group_size**2 * SIZES[0].experts)
-        what = f"fused of {str(dtype).removeprefix('torch.')}"
-        ours.outcomes[name] = proof.outcome(KIND, what, ours, num_bytes, lambda own: _pairs(own, dtype))
+        proof.refuse_capture(op, algorithm, ours)
+        num_bytes = 0
+        if algorithm == "fused":
+            ours.enter(op, FINGERPRINT)
+            num_bytes = max(bytes_of_rows(each.capacity, each.columns, dtype.itemsize) for each in SIZES)
+            num_bytes = max(num_bytes, 8 * ours.group_size**2 * SIZES[0].experts)
+        what, results = (
+            f"{algorithm} of {str(dtype).removeprefix('torch.')}",
+            partial(_pairs, ours, num_bytes > 0, dtype),
+        )
+        ours.outcomes[name] = proof.outcome(KIND, what, ours, num_bytes, results)
     return ours.outcomes[name]
 
 
-def _pairs(own: Member, dtype: torch.dtype) -> proof.Pairs:
+def _pairs(ours: Member, by_kernels: bool, dtype: torch.dtype, own: Member) -> proof.Pairs:
+    if not by_kernels:
+        return [pair for sizes in SIZES for pair in problem(sizes, ByCollective(ours.memory, 2), dtype)]
     with proof.bounded(own, KIND) as workspace:
-        return [pair for sizes in SIZES for pair in problem(sizes, workspace, dtype)]
+        return [pair for sizes in SIZES for pair in problem(sizes, ByKernels(workspace, KIND, FINGERPRINT), dtype)]
 
 
-def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pairs:
-    """Results of the kernels, and of the same routing on the host."""
+def problem(sizes: Sizes, way: ByKernels | ByCollective, dtype: torch.dtype) -> proof.Pairs:
+    """Results of the algorithm, and of the same routing on the host."""
     tokens, columns, experts, k, capacity, alignment = sizes
-    size, rank, device = workspace.group_size, workspace.rank, workspace.device
+    size, rank, device = way.memory.group_size, way.memory.rank, way.memory.device
     generator = torch.Generator("cpu").manual_seed(0)
 
     def integers(low: int, high: int, *shape: int) -> list[Tensor]:
@@ -66,17 +73,21 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     w = torch.eye(columns, device=device, dtype=dtype)[:, others].expand(experts, -1, -1).contiguous()
     w *= torch.arange(1, experts + 1, device=device, dtype=dtype).view(-1, 1, 1)
 
-    way = ByKernels(workspace, KIND, FINGERPRINT)
     x, score = xs[rank].to(device, dtype), scores[rank].to(device, torch.float32)
-    rows, _, packed = way.dispatch(x, ids[rank].to(device), experts * size, k, capacity, alignment)
-    routing = Routing(packed, rank, size, tokens * k)
-    weighed = way.send(x, score.flatten(), k, routing, capacity)
-    y, received = way.combine(rows, None, score, routing, k, True)
-    multiplied = way.combine(rows, w, score, routing, k, True)[1]
-    _, _, _, products = way.dispatch(x, ids[rank].to(device), experts * size, k, capacity, alignment, [w], 2)
+    own_ids, of_all = ids[rank].to(device), torch.stack([counts_of(each, experts * size) for each in ids])
+    if isinstance(way, ByKernels):
+        rows, _, packed, products = way.dispatch(x, own_ids, experts * size, k, capacity, alignment, [w], 2)
+        routing = Routing(packed, rank, size, tokens * k)
+        weighed = way.send(x, score.flatten(), k, routing, capacity)
+        y, received = way.combine(rows, None, score, routing, k, True)
+        found = [way.combine(rows, w, score, routing, k, True)[1], weighed, y, received]
+    else:
+        counts = way.counts(of_all[rank].to(device))
+        routing = Routing(pack(own_ids, k, counts, rank, capacity, alignment), rank, size, tokens * k)
+        rows, (products,) = way.dispatch(x, None, [w], k, routing, capacity)
+        found = [way.collect(rows, w, routing).view(tokens, k, columns)]
 
     all_rows, all_weighed = torch.zeros(2, size * capacity, columns, dtype=torch.int64, device="cpu").unbind()
-    of_all = torch.stack([counts_of(each, experts * size) for each in ids])
     places = [Routing(pack(ids[r], k, of_all, r, capacity, alignment), r, size, tokens * k).places for r in range(size)]
     for src, own in enumerate(places):
         slots = (own >= 0).nonzero().flatten()
@@ -88,7 +99,6 @@ def problem(sizes: Sizes, workspace: Workspace, dtype: torch.dtype) -> proof.Pai
     total = (want * scores[rank][..., None]).sum(1)
     factors = ids[rank].view(tokens, k, 1) % experts + 1
     of_rows = torch.searchsorted(routing.ends.cpu(), torch.arange(capacity, device="cpu"), right=True)[:, None] + 1
-    want_products = all_rows[block][:, others] * of_rows
-    wanted = all_rows[block], all_weighed[block], total, want, want[..., others] * factors, want_products
-    found = rows, weighed, y, received, multiplied, products
-    return [(got, must.to(dtype)) for got, must in zip(found, wanted, strict=True)]
+    wanted = [all_rows[block], all_rows[block][:, others] * of_rows]
+    wanted += want[..., others] * factors, all_weighed[block], total, want
+    return [(got, must.to(dtype)) for got, must in zip((rows, products, *found), wanted, strict=False)]

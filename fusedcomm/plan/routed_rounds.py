@@ -160,7 +160,7 @@ def combine(
         num_bytes = (k + 1 + k * return_received) * y.numel() * h.itemsize
         kind = launches.copy_out(s, num_bytes, beside=False, arrived=False)
         tensors = y, received, _flat(s, scores), routing.places, routing.indices, routing.returned
-        in_sm = 2 if unit(y.itemsize, n) > 1 else 1  # loads of one element take the registers of both
+        in_sm = 2 if n * y.itemsize % 4 == 0 else 1  # loads of 2 bytes take the registers of both
         _of_tokens(s, "add_rows", kind, in_sm, tensors, y, k, capacity)
     s.add(EndRound(by_kernel=True))
     return [y] if received is None else [y, received]

@@ -405,9 +405,10 @@ def test_kernels_are_proved(rank: int) -> None:
         ours = member_of(group)
         small = routed_proof.SIZES[0]._replace(tokens=5, columns=9, capacity=16)
         with mock.patch.object(routed_proof, "SIZES", [small]):
-            assert routed_proof.failure("moe_dispatch", torch.bfloat16, ours) == ""
+            for algorithm in ("fused", "pipelined"):
+                assert routed_proof.failure("moe_dispatch", algorithm, torch.bfloat16, ours) == ""
             with mock.patch.object(ByKernels, "send", lambda *args: send(*args) + (rank == 1)):
-                wrong = routed_proof.failure("moe_dispatch", torch.float32, ours)
+                wrong = routed_proof.failure("moe_dispatch", "fused", torch.float32, ours)
         assert "fused of float32 failed its proof" in wrong and "gave wrong values" in wrong
         assert dispatch(group)[0].sum() == (8 * H if rank == 0 else 0)
 

@@ -486,6 +486,8 @@ def test_sums_of_the_backend_have_a_proof_of_their_own(rank: int, tmp_path: Path
         with in_pieces(3), proving(tmp_path, HOST_ID=f"host {rank}", BACKEND_SUMS=sums) as (group, made):
             check(group, BY_OP[op], call(group, BY_OP[op]))
             assert made == [f"{op} pipelined"] and member_of(group).outcomes[name] == ""
+            for kind in ("reduce_scatter", "all_reduce_norm"):  # with norms
+                assert proof._outcome(kind, "pipelined", torch.bfloat16, member_of(group), False) == ""
 
 
 @on_ranks(2)
