@@ -47,10 +47,9 @@ class Reach:
 @functools.lru_cache(maxsize=1024)
 def reach_of(ranks: Sequence[int], ranks_per_node: int, world_size: int) -> Reach:
     """The reach of the group of these global ranks, in order."""
-    size = len(ranks)
+    size, fewest = len(ranks), min(Counter(rank // ranks_per_node for rank in ranks).values())  # of a node
     if world_size > ranks_per_node and _shifts_differ(ranks, ranks_per_node):
         return Reach(INTER, size, size - 1)
-    fewest = min(Counter(rank // ranks_per_node for rank in ranks).values())  # of a node
     if world_size <= ranks_per_node or fewest == size:
         return Reach(INTRA, size, size - 1)
     return Reach(INTER, size, size - fewest, fewest)
