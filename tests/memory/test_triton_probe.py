@@ -73,7 +73,7 @@ def test_a_machine_without_a_compiler_or_headers(tmp_path: Path) -> None:
 
 @contextmanager
 def gpus(rank: int, cannot_launch: str | None) -> Iterator[Any]:
-    gpu = SimpleNamespace(uuid=str(rank), major=9, minor=0)
+    gpu = SimpleNamespace(uuid=str(rank), major=9, minor=0, name="a GPU")
     with (
         fresh_group() as group,
         mock.patch("torch.cuda.get_device_properties", lambda device: gpu),
