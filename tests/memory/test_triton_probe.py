@@ -73,11 +73,11 @@ def test_a_machine_without_a_compiler_or_headers(tmp_path: Path) -> None:
 
 @contextmanager
 def gpus(rank: int, cannot_launch: str | None) -> Iterator[Any]:
-    gpu = SimpleNamespace(uuid=str(rank), major=9, minor=0, name="a GPU")
+    gpu = SimpleNamespace(uuid=str(rank), major=9, minor=0)
     with (
         fresh_group() as group,
         mock.patch("torch.cuda.get_device_properties", lambda device: gpu),
-        mock.patch.object(tuned, "read", lambda *args: None),
+        mock.patch.multiple(tuned, key=lambda *args: {}, read=lambda key: None),
         mock.patch.object(triton_probe, "cannot_launch", lambda device: cannot_launch),
     ):
         yield topology.probe(group, torch.device("cuda", rank))[0]
