@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from fusedcomm.compile.graph.views import is_one_cast
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
-from tests.helpers.graphs import aten_graph
+from tests.helpers.graphs import rewritten
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
 
@@ -88,24 +85,21 @@ def program_of(kind: str, seed: int, r: int) -> Callable[[Tensor, Tensor], Any]:
 
 
 def check(rank: int, kind: str, seeds: range) -> None:
-    r, report = dist.get_world_size(), CompileReport()
+    r, lines = dist.get_world_size(), []
     for seed in seeds:
         program, generator = program_of(kind, seed, r), torch.Generator().manual_seed(100 * seed + rank)
         shapes = (2 * r, 2 * r, 4), (8 * r, 4 * r)
         args = [torch.randint(-40, 40, shape, generator=generator) / 16 for shape in shapes]  # sums are exact
         want = program(*args)
-        gm = aten_graph(program, args)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="fusedcomm")  # a pass that fails says so
-            FusedcommPass(Settings(), report)(gm.graph)
-        gm.recompile()
+        gm, report = rewritten(program, args)
+        lines += report.collectives
         got, wants = ([*each] if isinstance(each, (tuple, list)) else [each] for each in (gm(*args), want))
         for a, b in zip(got, wants, strict=True):
             near = {"rtol": 1e-2, "atol": 0.2} if b.dtype in FLOATS[1:] else {"rtol": 1e-5, "atol": 1e-3}
             assert a.dtype == b.dtype
-            text = f"{kind}, seed {seed}: {report.collectives[-1]}"
+            text = f"{kind}, seed {seed}: {lines[-1]}"
             torch.testing.assert_close(a.double(), b.double(), equal_nan=True, msg=lambda m, t=text: t + m, **near)
-    assert any(line.status == "fused" for line in report.collectives) or len(seeds) < 50
+    assert any(line.status == "fused" for line in lines) or len(seeds) < 50
 
 
 @on_ranks(2)
@@ -197,19 +191,17 @@ def random_program(seed: int, kind: str, r: int) -> tuple[Callable[..., Any], li
 
 def fused(rank: int, kind: str, seeds: list[int]) -> int:
     """How many of the programs got an op of fusedcomm. Small integers make sums exact."""
-    r, report = dist.get_world_size(), CompileReport()
+    r, lines = dist.get_world_size(), []
     for seed in seeds:
         program, shapes = random_program(seed, kind, r)
         generator = torch.Generator().manual_seed(100 * seed + rank)
         args = [torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes]
         want = program(*args)
-        gm = aten_graph(program, args)
-        FusedcommPass(Settings(), report)(gm.graph)
-        gm.graph.lint()
-        gm.recompile()
+        gm, report = rewritten(program, args)
+        lines += report.collectives
         torch.testing.assert_close(gm(*args), want, rtol=0, atol=0, msg=lambda text, seed=seed: f"seed {seed}: {text}")
-    assert [line.reason for line in report.collectives if "Error" in line.reason] == []
-    return sum(line.status == "fused" for line in report.collectives)
+    assert [line.reason for line in lines if "Error" in line.reason] == []
+    return sum(line.status == "fused" for line in lines)
 
 
 @pytest.mark.parametrize("kind", VIEWED)

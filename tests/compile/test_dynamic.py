@@ -15,10 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusedcomm.compile
 from fusedcomm.compile.graph.layout import CannotFuse, size_of
 from fusedcomm.compile.graph.rewrite import Rewriter
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import targets
+from tests.helpers.graphs import run_passes, targets
 from tests.helpers.merge_world import fake_world
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
@@ -103,7 +101,7 @@ def test_a_rank_with_static_shapes_and_one_without(rank: int, name: str) -> None
 def test_a_plain_op_needs_no_node_with_a_size() -> None:
     with fake_world([0, 1]), mock.patch.object(Rewriter, "size", side_effect=CannotFuse):
         graph = make_fx(PROGRAMS["halves of columns"], tracing_mode="symbolic")(torch.ones(6, K), torch.ones(1)).graph
-        FusedcommPass(Settings(), CompileReport())(graph)
+        run_passes(graph)
     assert targets(graph, "fusedcomm") == ["all_to_all"]
 
 

@@ -19,12 +19,12 @@ import fusedcomm.compile
 from fusedcomm import files
 from fusedcomm.compile.graph import attempt, normalize
 from fusedcomm.compile.graph.rewrite import Rewriter
-from fusedcomm.compile.passes import FusedcommPass, Settings
+from fusedcomm.compile.passes import FusedcommPass, OrderPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.launch.ranks import RankPool
 from fusedcomm.memory.consent import ABSENT, Answer, Consent
 from tests.helpers.fragments import FRAGMENTS
-from tests.helpers.graphs import aten_graph, cache_counts, targets
+from tests.helpers.graphs import aten_graph, cache_counts, run_passes, targets
 from tests.helpers.merge_world import fake_world, traced
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, world
@@ -143,7 +143,7 @@ def test_a_gather_stays_of_which_the_program_itself_takes_a_part(part: int) -> N
         graph = traced(lambda x, w: all_gather(x @ w, 0, world()).chunk(2, 1)[part].contiguous(), (4, 6), (6, 8)).graph
         for node in graph.nodes:
             node.meta["source_fn_stack"] = [(node.name, node.target)]  # lines of the program, not one call of DTensor
-        FusedcommPass(Settings(), CompileReport())(graph)
+        run_passes(graph)
     assert targets(graph, "fusedcomm") == ["all_gather"]
 
 
@@ -233,7 +233,7 @@ def test_ops_keep_the_place_of_their_collective(multiplied_first: bool) -> None:
 
     with fake_world([0, 1]):
         graph = aten_graph(program, [torch.ones(3, 4), torch.ones(4, 5), torch.ones(7)]).graph
-        FusedcommPass(Settings(), CompileReport())(graph)
+        run_passes(graph)
     names = [str(n.target) for n in graph.nodes if "all_" in str(n.target)]
     assert names == ["fusedcomm.all_gather_matmul.default", "fusedcomm.all_reduce.default"]
 
@@ -274,9 +274,6 @@ def test_a_new_file_changes_the_key_and_a_tool_does_not(package: Path) -> None:
 
 
 def test_all_passes_go_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedcomm.compile.passes import FusedcommPass, OrderPass, Settings
-    from fusedcomm.compile.reports import CompileReport
-
     passes: list[Any] = [FusedcommPass(Settings(), CompileReport()), OrderPass(Settings())]
     before = [each.uuid() for each in passes]
     assert before == [each.uuid() for each in passes]

@@ -17,10 +17,9 @@ from fusedcomm.compile.graph.collectives import STARTS, functional
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh
 from fusedcomm.compile.merge.merger import Merger
 from fusedcomm.compile.overlap.estimator import Estimator
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
+from fusedcomm.compile.passes import Settings
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import collectives_of, recorded_graphs, targets
+from tests.helpers.graphs import collectives_of, recorded_graphs, run_passes, targets
 from tests.helpers.merge_world import (
     A2A,
     AG,
@@ -244,20 +243,13 @@ def test_symbolic_sizes(cube: World) -> None:
 
 
 # with the other passes
-def passed(module: Any, **settings: Any) -> CompileReport:
-    report = CompileReport()
-    FusedcommPass(Settings(**settings), report)(module.graph)
-    module.graph.lint()
-    return report
-
-
 def product_scattered(calls: Calls, first: int, x: Tensor, w: Tensor) -> Tensor:
     return calls.rs(calls.rs(x @ w, first), 1 - first)
 
 
 def test_a_merged_collective_is_fused(cube: World) -> None:
     module = traced(partial(product_scattered, Calls(cube), 0), (8, 6), (6, 4))
-    report = passed(module, merge=(cube.flat,))
+    report = run_passes(module.graph, merge=(cube.flat,))
     (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.fusedcomm.matmul_reduce_scatter.default)
     assert node.args[-4:-2] == (4, cube.name(0, 1)) and collectives_of(module.graph) == []
     assert [line.status for line in report.collectives] == ["merged", "merged", "fused"]
@@ -272,10 +264,10 @@ def test_a_fusion_is_not_given_up(cube: World) -> None:
     module.graph.lint()
     assert str(module.graph) == str(alone.graph)
     assert "merged, fewer of its chain could be fused with matmuls" in str(merger.reasons["reduce_scatter_tensor"])
-    report = passed(module, merge=(cube.flat,))
+    report = run_passes(module.graph, merge=(cube.flat,))
     assert targets(module.graph, "fusedcomm") == ["matmul_reduce_scatter", "reduce_scatter"]
     assert [line.status for line in report.collectives] == ["fused", "plain"]
-    passed(alone, merge=(cube.flat,), fuse=())  # nothing to give up
+    run_passes(alone.graph, merge=(cube.flat,), fuse=())  # nothing to give up
     assert kinds(alone.graph, cube) == [(RS, 0, 1)]
 
 
@@ -287,12 +279,12 @@ def test_both_sides_of_a_chain_are_fused(cube: World) -> None:
         return calls.ag(calls.ag(calls.rs(calls.rs(x @ w, 0), 1), 1), 0) @ v
 
     module = traced(program, (8, 6), (6, 4), (4, 10))
-    report = passed(module, merge=(cube.flat,))
+    report = run_passes(module.graph, merge=(cube.flat,))
     assert targets(module.graph, "fusedcomm") == ["matmul_reduce_scatter", "all_gather_matmul"], report
     assert collectives_of(module.graph) == []
     assert [line.status for line in report.collectives] == ["merged"] * 4 + ["fused"] * 2
     module = traced(program, (8, 6), (6, 4), (4, 10))
-    passed(module, merge=(cube.flat,), fuse=())
+    run_passes(module.graph, merge=(cube.flat,), fuse=())
     assert kinds(module.graph, cube) == [(AR, 0, 1)]
 
 
@@ -305,7 +297,7 @@ def test_scheduled_as_well(cube: World) -> None:
         return calls.ar(calls.ar(x, 0), 1), y @ y
 
     module = traced(program, (512, 512), (512, 512))
-    report = passed(module, merge=(cube.flat,), overlap=(Estimator("cpu"),), fuse=())
+    report = run_passes(module.graph, merge=(cube.flat,), overlap=(Estimator("cpu"),), fuse=())
     assert [line.status for line in report.collectives] == ["merged", "merged", "overlapped"], report
     assert kinds(module.graph, cube) == [(AR, 0, 1)]
 

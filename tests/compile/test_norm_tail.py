@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedcomm.compile
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
 from fusedcomm.plan.geometry import norm
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import aten_graph, recorded_graphs, targets
+from tests.helpers.graphs import recorded_graphs, rewritten, targets
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
 
@@ -93,9 +91,7 @@ def arguments(rank: int, dtype: torch.dtype, rows: int = T) -> list[Tensor]:
 
 
 def passed(program: Callable[..., Any], args: list[Tensor]) -> tuple[Any, list[str]]:
-    gm, report = aten_graph(program, args), CompileReport()
-    FusedcommPass(Settings(), report)(gm.graph)
-    gm.recompile()
+    gm, report = rewritten(program, args)
     assert all(line.status in ("fused", "plain") for line in report.collectives), report
     return gm(*args), targets(gm.graph, "fusedcomm")
 
@@ -144,8 +140,7 @@ def test_more_rows_have_owners(rank: int) -> None:
     most = norm._MOST[2] // N
     with torch.no_grad():
         for rows in (most, most + 2):
-            gm = aten_graph(PROGRAMS["no bias"], arguments(rank, torch.bfloat16, rows))
-            FusedcommPass(Settings(), CompileReport())(gm.graph)
+            gm, _ = rewritten(PROGRAMS["no bias"], arguments(rank, torch.bfloat16, rows))
             norms = rows == most
             assert targets(gm.graph, "fusedcomm") == ["matmul_all_reduce_norm" if norms else "matmul_all_reduce"]
 

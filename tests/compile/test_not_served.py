@@ -20,11 +20,10 @@ from fusedcomm.compile.commute.commuter import erase_copies
 from fusedcomm.compile.commute.digests import MOVED
 from fusedcomm.compile.graph import breaks, collectives
 from fusedcomm.compile.graph.collectives import functional
-from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.errors import PeerTimeoutError
 from tests.helpers.block_checks import interpreted, no_latency
-from tests.helpers.graphs import collectives_of, targets
+from tests.helpers.graphs import collectives_of, run_passes, targets
 from tests.helpers.merge_world import MESHES, WAIT, Calls, fake_world, traced
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import world
@@ -142,10 +141,9 @@ BEFORE_A_MATMUL: dict[str, Collective] = {
 
 
 def passed(program: Callable[..., Any]) -> tuple[Graph, CompileReport]:
-    report = CompileReport()
     with fake_world([0, 1]):
         graph = traced(program, (4, 6), (6, 8)).graph
-        FusedcommPass(Settings(), report)(graph)
+        report = run_passes(graph)
     graph.eliminate_dead_code()
     return graph, report
 

@@ -18,10 +18,9 @@ import fusedcomm.compile
 from fusedcomm.compile.graph import opaque
 from fusedcomm.compile.graph.layout import CannotFuse, Factor, Layout, quotient
 from fusedcomm.compile.graph.rewrite import consecutive
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
+from fusedcomm.compile.passes import Settings
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import collectives_of, recorded_graphs, targets
+from tests.helpers.graphs import collectives_of, recorded_graphs, run_passes, targets
 from tests.helpers.merge_world import MESHES, Calls, World, fake_world, traced
 from tests.helpers.on_ranks import on_ranks
 
@@ -75,8 +74,8 @@ def test_an_unknown_op_is_listed_until_it_is_registered(world: World) -> None:
         return torch.ops.somepackage.reduced(x @ w, world.name(0), scale=2.0) + Calls(world).ar(x @ w, 0)
 
     for _ in range(2):
-        graph, report = traced(program, (4, 3), (3, 5)).graph, CompileReport()
-        FusedcommPass(Settings(), report)(graph)
+        graph = traced(program, (4, 3), (3, 5)).graph
+        report = run_passes(graph)
         found = {line.collective: line for line in report.collectives if line.node.startswith("reduced")}
         if found:
             assert found["somepackage::reduced"].status == "exposed"

@@ -18,12 +18,11 @@ from torch.nn import functional as F
 import fusedcomm.compile
 from fusedcomm import env
 from fusedcomm.compile.fuse.fuser import Fuser
-from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers import differing_programs as programs
 from tests.helpers.block_checks import interpreted, no_latency
 from tests.helpers.differing_programs import Program
-from tests.helpers.graphs import aten_graph
+from tests.helpers.graphs import rewritten
 from tests.helpers.on_ranks import forget_consents, on_ranks
 from tests.helpers.program_parts import all_gather, heads_first, reduce_scatter, world
 
@@ -57,9 +56,7 @@ def traced(p: Program, rank: int, name: str) -> list[list[Tensor]]:
         return programs.results(outs, grads)
 
     args = programs.inputs(p, rank, 0)
-    gm = aten_graph(all_of_it, args)
-    FusedcommPass(Settings(), CompileReport())(gm.graph)
-    gm.recompile()
+    gm, _ = rewritten(all_of_it, args)
     return [gm(*args)]
 
 

@@ -15,11 +15,10 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 import fusedcomm.compile
 from fusedcomm.compile.graph.sequence import Sequence
 from fusedcomm.compile.graph.split_cat import argument_of
-from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, Answer
 from tests.helpers.block_checks import interpreted
-from tests.helpers.graphs import aten_graph, collectives_of, recorded_graphs, targets
+from tests.helpers.graphs import collectives_of, recorded_graphs, rewritten, targets
 from tests.helpers.merge_world import fake_world
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
@@ -171,9 +170,7 @@ def arguments(name: str, rank: int, pair: tuple[torch.dtype, torch.dtype] = (E4M
 
 
 def passed(program: Program, args: list[Tensor]) -> tuple[Any, list[str], CompileReport]:
-    gm, report = aten_graph(program, args), CompileReport()
-    FusedcommPass(Settings(), report)(gm.graph)
-    gm.recompile()
+    gm, report = rewritten(program, args)
     assert not collectives_of(gm.graph), report
     return gm(*args), targets(gm.graph, "fusedcomm"), report
 
@@ -200,8 +197,7 @@ def mixed(x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
 @on_ranks(2)
 def test_fast_sums_are_allowed_where_all_matmuls_allow_them(rank: int) -> None:
     for program in (of_gathered(0, use_fast_accum=True), scattered(0, use_fast_accum=True), mixed):
-        gm = aten_graph(program, arguments("bytes gathered", rank))
-        FusedcommPass(Settings(), CompileReport())(gm.graph)
+        gm, _ = rewritten(program, arguments("bytes gathered", rank))
         allowed = [argument_of(node, "use_fast_accum") for node in gm.graph.nodes if "fusedcomm" in str(node.target)]
         assert allowed == [program is not mixed]
 
@@ -362,8 +358,7 @@ NEAR_MISSES: dict[str, tuple[Program, str]] = {
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses(name: str) -> None:
     program, reason = NEAR_MISSES[name]
-    report = CompileReport()
     with fake_world([0, 1]), mock.patch.object(Sequence, "ask", return_value=Answer(OTHER, (1,), (1,))):
         args = [torch.ones(T, 128).to(E4M3), torch.ones(128, 128).to(E4M3).mT, torch.ones(())]
-        FusedcommPass(Settings(), report)(aten_graph(program, args).graph)
+        _, report = rewritten(program, args)
     assert all(line.status != "fused" for line in report.collectives) and reason in report.collectives[0].reason, report

@@ -15,12 +15,11 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 import fusedcomm.compile
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CollectiveReport, CompileReport
+from fusedcomm.compile.reports import CollectiveReport
 from fusedcomm.memory.consent import Answer, Consent
 from tests.helpers.block_checks import interpreted
 from tests.helpers.fragments import FRAGMENTS, Fragment
-from tests.helpers.graphs import aten_graph, check_fragment, recorded_graphs
+from tests.helpers.graphs import check_fragment, recorded_graphs, rewritten
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, mesh, reduce_scatter, world
 from tests.helpers.tiers import nightly_but
@@ -323,12 +322,8 @@ def test_a_bias_of_every_shape(rank: int, kind: str) -> None:
         sizes = (T, COLUMNS_OF_X), (COLUMNS_OF_X, N), shape
         x, w, bias = (torch.randint(-3, 4, size, generator=generator).float() for size in sizes)
         bias *= 2 * (rank + 1) if "reduce" in kind else 1  # each rank's own is added before the sum
-        args, report = [x * (rank + 1), w, bias], CompileReport()
-        gm = aten_graph(program, args)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="fusedcomm")  # a pass that fails says so
-            FusedcommPass(Settings(), report)(gm.graph)
-        gm.recompile()
+        args = [x * (rank + 1), w, bias]
+        gm, report = rewritten(program, args)
         assert torch.equal(gm(*args), program(*args)), name
         (line,) = report.collectives
         assert (line.status == "fused") == (same_in_rows or kind == "gather"), line  # else it adds behind the op
@@ -347,15 +342,10 @@ def test_what_is_added_in_a_wider_dtype(rank: int, name: str) -> None:
     generator = torch.Generator().manual_seed(rank)
     wide = torch.randn(COLUMNS_OF_X, N, generator=generator)
     x, w = torch.randn(T, COLUMNS_OF_X, generator=generator).bfloat16(), wide.bfloat16()
-    args, report = (x, w, wide), CompileReport()
 
     def program(*args: Tensor) -> Tensor:
         return funcol.all_reduce(WIDER[name](*args), "sum", world())
 
-    gm = aten_graph(program, args)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="fusedcomm")
-        FusedcommPass(Settings(), report)(gm.graph)
-    gm.recompile()
-    assert torch.equal(gm(*args), program(*args))
+    gm, report = rewritten(program, (x, w, wide))
+    assert torch.equal(gm(x, w, wide), program(x, w, wide))
     assert [line.status for line in report.collectives] == ["plain"], str(report)

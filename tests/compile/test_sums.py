@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from fusedcomm.compile.merge.sums import SumMerger
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
-from tests.helpers.graphs import collectives_of, targets
+from tests.helpers.graphs import collectives_of, run_passes, targets
 from tests.helpers.merge_world import AR, MESHES, RS, Calls, World, fake_world, inputs, kinds, simulate, traced
 
 SHAPE = (8, 4, 6)
@@ -93,13 +91,6 @@ def test_averages_of_integers_are_rounded(world: World) -> None:
     assert len(kinds(module.graph, world)) == 2
 
 
-def report_of(world: World, program: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[Graph, CompileReport]:
-    module, report = traced(program, *shapes), CompileReport()
-    FusedcommPass(Settings(), report)(module.graph)
-    module.graph.lint()
-    return module.graph, report
-
-
 @pytest.mark.parametrize("kind", [AR, RS])
 def test_a_layer_reduces_its_gradient_once(world: World, kind: str) -> None:
     """What q, k and v are made of: three matmuls and three reductions become one op, on rows of [batch, tokens]."""
@@ -110,7 +101,8 @@ def test_a_layer_reduces_its_gradient_once(world: World, kind: str) -> None:
         q, k, v = (calls.ar(part, 0) if kind == AR else calls.rs(part, 0, dim=1) for part in parts)
         return q + k + v
 
-    graph, report = report_of(world, program, (2, 12, 8), (8, 5), (2, 12, 4), (4, 5), (2, 12, 4), (4, 5))
+    graph = traced(program, (2, 12, 8), (8, 5), (2, 12, 4), (4, 5), (2, 12, 4), (4, 5)).graph
+    report = run_passes(graph)
     assert targets(graph, "fusedcomm") == ["matmul_all_reduce" if kind == AR else "matmul_reduce_scatter"]
     assert not collectives_of(graph)
     assert [line.status for line in report.collectives] == ["merged"] * 3 + ["fused"]
@@ -126,7 +118,8 @@ def test_what_can_be_fused_apart_only_stays_apart(world: World) -> None:
         return calls.ar(x @ w, 0).view(2, 3, 5) + calls.ar(torch.bmm(y, v), 0)
 
     shapes = (6, 4), (4, 5), (2, 3, 4), (2, 4, 5)
-    graph, _ = report_of(world, program, *shapes)
+    graph = traced(program, *shapes).graph
+    run_passes(graph)
     assert targets(graph, "fusedcomm") == ["matmul_all_reduce"] * 2
     module = traced(program, *shapes)
     SumMerger(module.graph).merge()  # nothing is to be fused: half as much is sent

@@ -16,10 +16,8 @@ from fusedcomm.compile.graph.collectives import is_op
 from fusedcomm.compile.graph.sequence import Sequence
 from fusedcomm.compile.graph.split_cat import argument_of
 from fusedcomm.compile.merge.sums import SumMerger
-from fusedcomm.compile.passes import FusedcommPass, Settings
-from fusedcomm.compile.reports import CompileReport
 from fusedcomm.memory.consent import OTHER, YES, Answer
-from tests.helpers.graphs import aten_graph, collectives_of, targets
+from tests.helpers.graphs import aten_graph, collectives_of, run_passes, targets
 from tests.helpers.merge_world import fake_world
 from tests.helpers.program_parts import (
     DIM,
@@ -48,12 +46,10 @@ def reduced(x: Tensor) -> Tensor:
 
 def passed(program: Program, *shapes: tuple[int, ...], answer: Answer | None = None, device: str = "cpu") -> Any:
     """The graph after the passes, whose ranks give ``answer`` to any change of what is sent."""
-    report = CompileReport()
     ask = mock.patch.object(Sequence, "ask", return_value=answer or Answer(YES))
     with fake_world([*range(R)]), ask, FakeTensorMode():
         graph = aten_graph(program, [torch.empty(shape, device=device) for shape in shapes]).graph
-        FusedcommPass(Settings(), report)(graph)
-    return graph, report
+        return graph, run_passes(graph)
 
 
 def ops(program: Program, *shapes: tuple[int, ...], **given: Any) -> list[tuple[str, str]]:
@@ -315,12 +311,10 @@ NOT_SERVED = {"uneven splits", "maximum", "double precision", "coalesced"}
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_the_matmul_stays_and_the_reason_is_said(name: str) -> None:
     program, shapes, reason = NEAR_MISSES[name]
-    report = CompileReport()
     with fake_world([*range(ROWS)]):
         graph = aten_graph(program, [torch.ones(shape) for shape in shapes]).graph
         before = str(graph), targets(graph, "aten")
-        FusedcommPass(Settings(), report)(graph)
-    (line,) = report.collectives
+        (line,) = run_passes(graph).collectives
     kind = line.collective
     if name in NOT_SERVED:
         assert str(graph) == before[0]

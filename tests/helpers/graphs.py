@@ -1,5 +1,6 @@
 """Programs through torch.compile with the passes: their graphs after Inductor's passes, and their values."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedcomm.compile
+from fusedcomm.compile.passes import FusedcommPass, Settings
 from fusedcomm.compile.reports import CompileReport
 from tests.helpers.fragments import FRAGMENTS, Fragment
 
@@ -22,6 +24,21 @@ def aten_graph(program: Callable[..., Any], args: Sequence[Tensor]) -> GraphModu
     gm = make_fx(program, select_decomp_table(), tracing_mode="fake")(*args)
     view_to_reshape(gm)  # strides may change
     return gm
+
+
+def run_passes(graph: Graph, **settings: Any) -> CompileReport:
+    report = CompileReport()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fusedcomm")  # a pass that fails says so
+        FusedcommPass(Settings(**settings), report)(graph)
+    graph.lint()
+    graph.owning_module.recompile()
+    return report
+
+
+def rewritten(program: Callable[..., Any], args: Sequence[Tensor]) -> tuple[GraphModule, CompileReport]:
+    gm = aten_graph(program, args)
+    return gm, run_passes(gm.graph)
 
 
 @contextmanager

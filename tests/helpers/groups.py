@@ -99,10 +99,8 @@ def check_values(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str
 
 def non_contiguous(t: torch.Tensor) -> torch.Tensor:
     """The same values, with every stride doubled."""
-    wide = torch.full([2 * size for size in t.shape], float("nan"), dtype=t.dtype)
-    view = wide[tuple(slice(None, None, 2) for _ in t.shape)]
-    view.copy_(t)
-    return view
+    wide = t.new_full([2 * size for size in t.shape], float("nan"))
+    return wide[tuple(slice(None, None, 2) for _ in t.shape)].copy_(t)
 
 
 def member_of(group: Any) -> members.Member:

@@ -21,7 +21,7 @@ from fusedcomm.run import python_executor
 from tests.helpers.groups import call, check, empty_is_nan
 from tests.helpers.hosts import sent_bytes, set_link
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
-from tests.helpers.problems import Problem, expected, flat, integers, unflat
+from tests.helpers.problems import Problem, expected, integers, leaves, unflat
 from tests.helpers.uneven import Uneven
 from tests.helpers.waiting import wait_until
 
@@ -48,7 +48,7 @@ def new_groups(names: list[str], timeout_s: float = WAIT_S) -> Iterator[dict[str
 
 def check_gradients(group: Any, problem: Problem) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tensors = [t if t is None else t.requires_grad_() for t in flat(integers(problem, rank, size))]
+    tensors = leaves(problem, rank, size)
     with empty_is_nan():
         outs = as_list(problem.call(unflat(problem, tensors), group))
         torch.autograd.backward(outs, list(loss_weights(problem, outs, rank, size)))

@@ -52,6 +52,11 @@ class Problem:
     def ns(self) -> tuple[int, ...]:
         return self.n if isinstance(self.n, tuple) else (self.n,)
 
+    @property
+    def kinds(self) -> str:
+        """A letter of x, w and b for each tensor of `flat`."""
+        return "x" + "w" * len(self.ns) + "b" * len(self.ns)
+
     def sizes(self, group_size: int) -> tuple[list[int], list[list[int]], list[int] | None]:
         """x's shape, each w's shape, and out_shape for a group, so that the scattered dim divides."""
         if self.op in ("matmul_all_to_all", "matmul_reduce_scatter"):
@@ -193,6 +198,14 @@ def flat(inputs: Inputs) -> list[Tensor | None]:
     if isinstance(w, Tensor):
         return [x, w, bias]
     return [x, *w, *([None] * len(w) if bias is None else bias)]
+
+
+def leaves(
+    problem: Problem, rank: int, group_size: int, dtype: torch.dtype = torch.float32, seed: int = 0, frozen: str = ""
+) -> list[Tensor | None]:
+    """`integers` that require grad, but for those of the kinds that are ``frozen``."""
+    pairs = zip(flat(integers(problem, rank, group_size, dtype, seed)), problem.kinds, strict=True)
+    return [t if t is None else t.detach().requires_grad_(kind not in frozen) for t, kind in pairs]
 
 
 def unflat(problem: Problem, tensors: Sequence[Tensor | None]) -> Inputs:

@@ -9,9 +9,10 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from fusedcomm.redistribution.steps import Step
 
 Coordinate = tuple[int, ...]
 Locals = dict[Coordinate, Tensor]
+Traffic = tuple[float, float]  # elements of one group: sent per rank on average, and sent or received by the busiest
 
 COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -78,56 +80,42 @@ def strided(tensor: Tensor, rng: random.Random) -> Tensor:
     return tensor.permute(dims).contiguous().permute(back)
 
 
-@dataclass
-class Traffic:
-    """Elements that the ranks of one group send to others and receive from them."""
-
-    sent: list[float] = field(default_factory=list)
-    received: list[float] = field(default_factory=list)
-
-    @property
-    def mean_and_busiest(self) -> tuple[float, float]:
-        return sum(self.sent) / len(self.sent), max(*self.sent, *self.received)
-
-
 def exchanged(sents: list[execute.Sent]) -> tuple[list[Tensor], Traffic]:
-    size, traffic = len(sents), Traffic()
-    blocks = []
+    size, blocks = len(sents), []
     for sent in sents:
         assert (sent.input_splits is None) == (sent.output_splits is None)
         if sent.input_splits is None:
             assert sent.tensor.shape[0] % size == 0
         blocks.append(sent.tensor.split(sent.input_splits or [sent.tensor.shape[0] // size] * size))
-    results = []
+    results, sends, receives = [], [], []
     for k, sent in enumerate(sents):
         arriving = [blocks[sender][k] for sender in range(size)]
         if sent.output_splits is not None:
             assert sent.output_splits == [block.shape[0] for block in arriving]
         results.append(torch.cat(arriving))
-        traffic.sent.append(sent.tensor.numel() - blocks[k][k].numel())
-        traffic.received.append(results[-1].numel() - blocks[k][k].numel())
-    return results, traffic
+        sends.append(sent.tensor.numel() - blocks[k][k].numel())
+        receives.append(results[-1].numel() - blocks[k][k].numel())
+    return results, (sum(sends) / size, max(*sends, *receives))
 
 
 def collective(kind: str, reduce_op: str | None, sents: list[execute.Sent]) -> tuple[list[Tensor], Traffic]:
     tensors, size = [sent.tensor for sent in sents], len(sents)
     if kind == steps.SLICE:
-        return tensors, Traffic([0.0], [0.0])
+        return tensors, (0, 0)
     assert all(tensor.is_contiguous() for tensor in tensors)
     if kind == steps.ALL_TO_ALL:
         return exchanged(sents)
     assert all(sent.input_splits is None and sent.output_splits is None for sent in sents)
     assert len({tensor.shape for tensor in tensors}) == 1
     if kind == steps.ALL_GATHER:
-        sent = [float((size - 1) * tensors[0].numel())] * size
-        return [torch.cat(tensors) for _ in range(size)], Traffic(sent, sent)
+        return [torch.cat(tensors) for _ in range(size)], ((size - 1) * tensors[0].numel(),) * 2
     total = reduce(COMBINE[str(reduce_op)], tensors)
     share = (size - 1) / size * total.numel()
     if kind == steps.ALL_REDUCE:
-        return [total.clone() for _ in range(size)], Traffic([2 * share] * size, [2 * share] * size)
+        return [total.clone() for _ in range(size)], (2 * share, 2 * share)
     assert kind == steps.REDUCE_SCATTER and total.shape[0] % size == 0
     blocks = total.unflatten(0, (size, total.shape[0] // size)).unbind(0)
-    return [block.clone() for block in blocks], Traffic([share] * size, [share] * size)
+    return [block.clone() for block in blocks], (share, share)
 
 
 def groups_of(step: Step) -> list[list[Coordinate]]:
@@ -152,17 +140,9 @@ def carry_out(step: Step, held: Locals, rng: random.Random, shuffle: bool) -> Lo
         for rank, tensor in zip(ranks, received, strict=True):
             result[rank] = execute.unpack(step, rank, order, tensor)
         if members[0] == (0,) * len(members[0]):
-            assert traffic.mean_and_busiest == tuple(map(approx, step.traffic)), f"{step} sent {traffic}"
+            rounded = pytest.approx(step.traffic, rel=1e-12)  # what is divided by a number of ranks
+            assert traffic == rounded, f"{step} sent {traffic}"
     return result
-
-
-class approx(float):
-    """Equality, except for rounding of what is divided by a number of ranks."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, float | int) and math.isclose(self, other, rel_tol=1e-12, abs_tol=1e-12)
-
-    __hash__ = float.__hash__
 
 
 @dataclass(frozen=True)
@@ -192,18 +172,17 @@ def parts_of(sharding: Sharding, rng: random.Random) -> Tensor:
     return factor * torch.randint(-most, most + 1, shape, generator=generator)
 
 
-def check(plan: Plan, rng: random.Random, shuffle: bool) -> None:
+def check(start: Sharding, steps: Sequence[Step], dtype: torch.dtype, rng: random.Random, shuffle: bool) -> None:
     """Each rank has what the oracle says after each step, in new memory, and keeps what it had."""
-    start = plan.path[0]
     oracle = Oracle(start, parts_of(start, rng))
     ranks = coordinates(start.mesh_shape)
-    held = {rank: strided(with_dtype(oracle.local(rank), plan.dtype), rng) for rank in ranks}
-    for step in plan.steps:
+    held = {rank: strided(with_dtype(oracle.local(rank), dtype), rng) for rank in ranks}
+    for step in steps:
         was = {rank: tensor.clone() for rank, tensor in held.items()}
         now = carry_out(step, held, rng, shuffle)
         oracle.move(step.after)
         for rank in ranks:
-            got, want = now[rank], with_dtype(oracle.local(rank), plan.dtype)
+            got, want = now[rank], with_dtype(oracle.local(rank), dtype)
             where = f"{step.kind} {step.before} -> {step.after} at {rank}, {shuffle=}"
             assert got.shape == want.shape and got.dtype == want.dtype, f"{where}: {got.shape}, not {want.shape}"
             assert torch.equal(got, want), f"{where}: {got}, not {want}"

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -24,22 +24,18 @@ from tests.soak.outcome import SoakOutcome
 LATE_S = 0.003
 LATER_S = 0.03  # longer than a prepared call waits without Python
 SHARE = 0.3  # share of signals and waits that are late
+Fault = AbstractContextManager[Any]
 
 
-@contextmanager
-def one_slot() -> Iterator[None]:
-    with mock.patch.object(segment, "NUM_SLOTS", 1):
-        yield
+def one_slot() -> Fault:
+    return mock.patch.object(segment, "NUM_SLOTS", 1)
 
 
-@contextmanager
-def no_waits() -> Iterator[None]:
-    with mock.patch.object(workspace.Workspace, "wait", lambda *args: None):
-        yield
+def no_waits() -> Fault:
+    return mock.patch.object(workspace.Workspace, "wait", lambda *args: None)
 
 
-@contextmanager
-def signal_before_data() -> Iterator[None]:
+def signal_before_data() -> Fault:
     step = Execution.step
 
     def early(self: Execution, work: Any, stream: Stream) -> None:
@@ -49,22 +45,17 @@ def signal_before_data() -> Iterator[None]:
             time.sleep(LATE_S)
         step(self, work, stream)
 
-    with mock.patch.object(Execution, "step", early):
-        yield
+    return mock.patch.object(Execution, "step", early)
 
 
-@contextmanager
-def late_reads() -> Iterator[None]:
+def late_reads() -> Fault:
     """A thread copies out what has arrived. It ends before the results are compared, but nobody else waits for it."""
-    with _late_reads(joined=False):
-        yield
+    return _late_reads(joined=False)
 
 
-@contextmanager
-def late_reads_joined() -> Iterator[None]:
+def late_reads_joined() -> Fault:
     """The late reads come before this rank's next signal, as the protocol wants."""
-    with _late_reads(joined=True):
-        yield
+    return _late_reads(joined=True)
 
 
 @contextmanager
@@ -101,8 +92,7 @@ def _late_reads(joined: bool) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def plans_without_waits() -> Iterator[None]:
+def plans_without_waits() -> Fault:
     """Calls in Python wait, and prepared ones do not."""
     append = native_plan._append
 
@@ -110,8 +100,7 @@ def plans_without_waits() -> Iterator[None]:
         if not isinstance(step.work, Wait):
             append(plan, step, sources)
 
-    with mock.patch.object(native_plan, "_append", append_others):
-        yield
+    return mock.patch.object(native_plan, "_append", append_others)
 
 
 @contextmanager
@@ -127,8 +116,7 @@ def plans_without_long_waits() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def wrong_element() -> Iterator[None]:
+def wrong_element() -> Fault:
     """One element of a float16 matmul_reduce_scatter is wrong, on rank 1 of a group."""
     results = invoke.results
 
@@ -138,15 +126,14 @@ def wrong_element() -> Iterator[None]:
             outs[0].view(-1)[-1:] += 1
         return outs
 
-    with mock.patch.object(invoke, "results", spoiled):
-        yield
+    return mock.patch.object(invoke, "results", spoiled)
 
 
 IN_PLANS = (plans_without_waits, plans_without_long_waits, wrong_element)  # others are in functions that plans run past
 
 
 def run_without(
-    rank: int, fault: Callable[[], Any], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
+    rank: int, fault: Callable[[], Fault], seed: int, index: int, steps: Sequence[int] | None = None, wait_s: int = 90
 ) -> SoakOutcome:
     """Run a program under ``fault``, with many delays, and with prepared calls if they have it too."""
     with ExitStack() as patches:

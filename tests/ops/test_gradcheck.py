@@ -53,11 +53,10 @@ def group_program(problem: Problem, frozen: str, options: dict[str, Any]) -> tup
     """
     size = dist.get_world_size()
     everyone = [flat(integers(problem, r, size)) for r in range(size)]
-    kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
-    replicated = [problem.op == "matmul_all_reduce" and not problem.partial and kind == "b" for kind in kinds]
+    replicated = [problem.op == "matmul_all_reduce" and not problem.partial and kind == "b" for kind in problem.kinds]
     torch.manual_seed(0)
     leaves: list[Tensor | None] = []
-    for i, kind in enumerate(kinds):
+    for i, kind in enumerate(problem.kinds):
         t = everyone[0][i]
         shape = () if t is None else t.shape if replicated[i] else (size, *t.shape)
         made = None if t is None else torch.randn(shape, dtype=torch.float64)

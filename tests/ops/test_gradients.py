@@ -12,12 +12,7 @@ from fusedcomm.plan.geometry import exchange
 from tests.helpers.groups import DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients, loss_weights
-from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, unflat
-
-
-def leaves(problem: Problem, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
-    tensors = flat(integers(problem, rank, dist.get_world_size(), dtype))
-    return [t if t is None else t.detach().requires_grad_() for t in tensors]
+from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, leaves, unflat
 
 
 def loss_of(problem: Problem, out: Any, rank: int) -> Tensor:
@@ -30,7 +25,7 @@ def check_gradients(rank: int, problem: Problem, dtype: torch.dtype, algorithm: 
     """Check that they equal those of autograd through the whole group's program, without communication, in float64."""
     size = dist.get_world_size()
     wants = expected_gradients(problem, rank, size, dtype)
-    tensors = leaves(problem, rank, dtype)
+    tensors = leaves(problem, rank, size, dtype)
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         out = problem.call(unflat(problem, tensors))
         torch.testing.assert_close(out, expected(problem, size, dtype)[rank], rtol=0, atol=0)
@@ -87,7 +82,7 @@ def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
 )
 def test_opcheck(rank: int, number: int, name: str) -> None:
     """Every second one is not contiguous, and every second pair asks for the by-product."""
-    problem, tensors = NAMED[name], leaves(NAMED[name], rank)
+    problem, tensors = NAMED[name], leaves(NAMED[name], rank, 2)
     if number % 2:
         tensors = [None if t is None else non_contiguous(t.detach()).requires_grad_() for t in tensors]
     args = problem.dispatched(unflat(problem, tensors), by_product=number % 4 < 2)
@@ -106,10 +101,9 @@ ONE_EACH = [
 
 @on_ranks(2)
 def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
-    """One weight of the list is frozen, one result unused."""
     problem = NAMED["all_gather_matmul-list-qkv"]
     size = dist.get_world_size()
-    tensors = leaves(problem, rank)
+    tensors = leaves(problem, rank, size)
     tensors[1].requires_grad_(False)
     outs = problem.call(unflat(problem, tensors))
     weights = loss_weights(problem, outs, rank, size)
@@ -130,7 +124,7 @@ def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> 
     """
     problem = NAMED[name]
     size = dist.get_world_size()
-    tensors = leaves(problem, rank)
+    tensors = leaves(problem, rank, size)
     outs, gathered = getattr(torch.ops.fusedcomm, problem.op)(*problem.dispatched(unflat(problem, tensors), asked))
     outs = as_list(outs)
     weights = [w.float() for w in loss_weights(problem, outs, rank, size)]

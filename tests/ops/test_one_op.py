@@ -19,9 +19,10 @@ from docs.generate.imports import modules, room
 from fusedcomm.kernels.native_part import native
 from fusedcomm.ops.table import OPS as TABLE
 from fusedcomm.plan.geometry import shapes
+from tests.helpers.groups import call, check
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
-from tests.helpers.problems import Problem, expected, integers
+from tests.helpers.problems import expected, integers
 from tests.helpers.spies import Dispatched, pushed
 
 
@@ -65,14 +66,6 @@ def test_groups_in_a_compiled_graph(rank: int) -> None:
         torch.testing.assert_close(compiled(x, w), program(x, w))
 
 
-def call_in(group: Any, problem: Problem, rank: int, group_size: int) -> torch.Tensor:
-    x, w, bias = integers(problem, rank, group_size)
-    columns = problem.sizes(group_size)[2]
-    return fusedcomm.matmul_all_to_all(
-        x, w, problem.gather_dim, problem.scatter_dim, group, bias=bias, out_shape=columns
-    )
-
-
 @on_ranks(4)
 def test_groups(rank: int) -> None:
     """Every way to name a group, overlapping sub-groups, and a group made anew under its old name."""
@@ -92,9 +85,7 @@ def test_groups(rank: int) -> None:
         groups = [dist.new_group(members) for members in ([0, 1], [1, 2, 3], [0, 3])]
         for members, group in zip(([0, 1], [1, 2, 3], [0, 3]), groups, strict=True):
             if rank in members:
-                size = len(members)
-                out = call_in(group, problem, members.index(rank), size)
-                torch.testing.assert_close(out, expected(problem, size)[members.index(rank)], rtol=0, atol=0)
+                check(group, problem, call(group, problem))
         dist.barrier()
         for group, members in zip(groups, ([0, 1], [1, 2, 3], [0, 3]), strict=True):
             if rank in members:
@@ -217,8 +208,10 @@ NOT_PLAIN: dict[str, Any] = {  # by name: the arguments
 def called(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The result, and the arguments that torch's own call has got."""
     others: list[Any] = []
-    call = native.direct_call("fusedcomm::all_gather_matmul", "", lambda *args, **kwargs: others.append((args, kwargs)))
-    return call(*args, **kwargs), others
+    direct = native.direct_call(
+        "fusedcomm::all_gather_matmul", "", lambda *args, **kwargs: others.append((args, kwargs))
+    )
+    return direct(*args, **kwargs), others
 
 
 @pytest.mark.parametrize("splits", [None, [4, 4]])
@@ -246,9 +239,9 @@ def test_arguments_of_every_type_come_to_the_kernel(op: str) -> None:
         schema = getattr(packet, overload)._schema
         given = {each.name: values[str(each.real_type)] for each in schema.arguments}
         outs = {each.name: given.pop(each.name) for each in schema.arguments if each.kwarg_only}
-        call = native.direct_call(schema.name, schema.overload_name, lambda *args, **kwargs: others.append(args))
+        direct = native.direct_call(schema.name, schema.overload_name, lambda *args, **kwargs: others.append(args))
         with suppress(ValueError, TypeError):  # of the checks, as values fit types alone
-            call(*given.values(), **outs)
+            direct(*given.values(), **outs)
     assert not others
 
 

@@ -20,24 +20,21 @@ from tests.helpers.problems import HEADS, OPS, Problem, integers
 from tests.helpers.spies import Dispatched
 from tests.ops.test_call_check import ONE_EACH
 
-PREPARED = ["chunked"]
 LARGER = Problem("larger", (2, 6, 5), 1 << 16, 1, -2, out_shape=(1 << 14, 4))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
 @pytest.mark.parametrize("op", OPS)
-def test_the_third_call_runs_without_python(rank: int, op: str, algorithm: str) -> None:
+def test_the_third_call_runs_without_python(rank: int, op: str) -> None:
     problems = dict.fromkeys([ONE_EACH[op], *TABLES[op][:3], TABLES[op][-1]])
-    with started_group(algorithm) as group, empty_is_nan():
+    with started_group("chunked") as group, empty_is_nan():
         for problem in problems:
             check_prepared(group, problem, torch.float32)
         assert num_prepared(group) == len(problems)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
-def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
+def test_layouts_of_arguments(rank: int) -> None:
     """A plan is for strides too, but for no place in a storage."""
     problem = NAMED["bias"]
     x, w, bias = integers(problem, rank, 2)
@@ -58,7 +55,7 @@ def test_layouts_of_arguments(rank: int, algorithm: str) -> None:
         "transposed": lambda x, w: (x.mT.contiguous().mT, w.mT.contiguous().mT),
     }
     same = ("shifted", "one-storage")  # elements begin at any multiple of their size
-    with started_group(algorithm) as group, python_calls() as ran:
+    with started_group("chunked") as group, python_calls() as ran:
         for name, layout in layouts.items():
             before = len(ran)
             for seed in range(CALLS):
@@ -78,10 +75,9 @@ def check_expanded(group: Any, ran: list[str]) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
-def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int, algorithm: str) -> None:
+def test_arguments_that_share_a_storage_while_they_are_recorded(rank: int) -> None:
     """A plan tells x from w also where both are parts of one tensor, or the same one."""
-    with started_group(algorithm) as group:
+    with started_group("chunked") as group:
         for i in range(CALLS):
             x = torch.full((4, 4), float(i + rank))
             w = x if i < IN_PYTHON else torch.eye(4)
@@ -99,7 +95,7 @@ def test_a_sum_that_the_group_does_not_divide(rank: int, shape: tuple[int, ...])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", [*PREPARED, "unfused"])
+@pytest.mark.parametrize("algorithm", ["chunked", "unfused"])
 @pytest.mark.parametrize("recorded_under", [False, True], ids=["outside", "inside"])
 def test_autocast_does_not_reach_into_a_call(rank: int, algorithm: str, recorded_under: bool) -> None:
     """A program has matmuls in x's dtype, which autocast would take for its own; the `.out` overload gets there."""
@@ -313,10 +309,9 @@ def test_the_table_is_bounded(rank: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
-def test_threads(rank: int, algorithm: str) -> None:
+def test_threads(rank: int) -> None:
     x, w = torch.arange(8.0).view(4, 2) + rank, torch.eye(2)
-    with started_group(algorithm) as group:
+    with started_group("chunked") as group:
         want = fusedcomm.matmul_all_reduce(x, w, group)
         with ThreadPoolExecutor(3) as threads:
             outs = threads.map(lambda _: [fusedcomm.matmul_all_reduce(x, w, group) for _ in range(50)], range(3))

@@ -17,7 +17,7 @@ import fusedcomm
 from fusedcomm.run import python_executor
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import TABLES, as_list
-from tests.helpers.problems import OPS, Problem, flat, integers, unflat, whole_group
+from tests.helpers.problems import OPS, Problem, flat, integers, leaves, unflat, whole_group
 from tests.helpers.spies import Dispatched, pushed, saved_for_backward
 
 PROBLEMS = {
@@ -68,12 +68,6 @@ def largest(problem: Problem, group_size: int) -> int:
     return 4 * torch.Size([*x[:-1], w[-1]]).numel()
 
 
-def leaves(problem: Problem, rank: int, frozen: str) -> list[torch.Tensor | None]:
-    kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
-    tensors = flat(integers(problem, rank, dist.get_world_size()))
-    return [t.requires_grad_(kind not in frozen) for t, kind in zip(tensors, kinds, strict=True)]
-
-
 def options(row: Row) -> dict[str, bool]:
     name = {"all_to_all_matmul": "save_exchanged", "all_gather_matmul": "save_gathered"}.get(row.op)
     return {name: row.save} if name else {}
@@ -86,7 +80,7 @@ def test_bytes_sent(rank: int, op: str) -> None:
     whole = largest(problem, size) * (size - 1) / size
     rows = [row for row in TABLE if row.op == op]
     for row in rows:
-        tensors = leaves(problem, rank, row.frozen)
+        tensors = leaves(problem, rank, size, frozen=row.frozen)
         with fusedcomm.force_algorithm("chunked", strict=True):
             with pushed() as fused, Dispatched() as plain:
                 outs = as_list(problem.call(unflat(problem, tensors), **options(row)))
@@ -161,7 +155,7 @@ BACKWARD: dict[str, dict[str, tuple[list[str], int]]] = {
 def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str) -> None:
     problem = PROBLEMS[op]
     for frozen, (fused, matmuls) in BACKWARD[op].items():
-        tensors = leaves(problem, rank, frozen)
+        tensors = leaves(problem, rank, 2, frozen=frozen)
         outs = as_list(problem.call(unflat(problem, tensors)))
         with Dispatched() as dispatched:
             torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
@@ -178,7 +172,7 @@ def test_nothing_is_computed_for_a_frozen_input(rank: int, op: str) -> None:
 def kept_bytes(row: Row, rank: int) -> int:
     """The bytes saved in memory that is not the caller's own."""
     problem = PROBLEMS[row.op]
-    tensors = leaves(problem, rank, row.frozen)
+    tensors = leaves(problem, rank, dist.get_world_size(), frozen=row.frozen)
     with saved_for_backward() as saved:
         outs = as_list(problem.call(unflat(problem, tensors), **options(row)))
     assert any(out.requires_grad for out in outs)

@@ -20,12 +20,12 @@ from fusedcomm.ops.formula import Formula
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
 from tests.helpers.prepared import IN_PYTHON, python_calls, started_group, without_plans
-from tests.helpers.problems import GATHERS, OPS, Problem, flat, integers, unflat
+from tests.helpers.problems import GATHERS, OPS, Problem, leaves, unflat
 from tests.helpers.spies import Dispatched, first_arguments
+from tests.helpers.symmetric_memory import error_of
 from tests.helpers.tiers import nightly_but
 from tests.ops.test_call_check import ONE_EACH
 
-PREPARED = ["chunked"]
 LIST = NAMED["all_gather_matmul-list-qkv"]
 KINDS = [*ONE_EACH.values(), LIST]
 PARTIAL = [NAMED["matmul_reduce_scatter-partial-bias"], NAMED["matmul_all_reduce-partial-bias"]]
@@ -48,13 +48,8 @@ class Step:
     frozen: str = ""
 
     def __post_init__(self) -> None:
-        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        kinds = "x" + "w" * len(self.problem.ns) + "b" * len(self.problem.ns)
-        tensors = flat(integers(self.problem, rank, size, torch.float32, self.seed))
-        self.tensors = [
-            t if t is None else t.detach().requires_grad_(kind not in self.frozen)
-            for t, kind in zip(tensors, kinds, strict=True)
-        ]
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.tensors = leaves(self.problem, self.rank, self.size, seed=self.seed, frozen=self.frozen)
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -68,8 +63,16 @@ class Step:
         by_product = self.problem.op in GATHERS
         *args, _, _ = self.problem.dispatched(unflat(self.problem, self.tensors), by_product=by_product)
         op = getattr(torch.ops.fusedcomm, self.problem.op).default
-        leaves: list[Tensor] = pytree.tree_leaves(op(*args, self.group.size(), self.group.group_name))
-        return leaves
+        found: list[Tensor] = pytree.tree_leaves(op(*args, self.size, self.group.group_name))
+        return found
+
+    def check(self, wants: list[Tensor | None], **options: Any) -> list[Tensor]:
+        """Take the step as one of the whole group's program, whose gradients are ``wants``; its results."""
+        outs = self.call(**options)
+        torch.autograd.backward(outs, [w.float() for w in loss_weights(self.problem, outs, self.rank, self.size)])
+        for t, want in zip(self.tensors, wants, strict=True):
+            assert t is None or (torch.equal(t.grad, want) if t.requires_grad else t.grad is None)
+        return outs
 
     def weights(self, outs: list[Tensor]) -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -95,51 +98,35 @@ def same_in_python(algorithm: str, program: Callable[[Any], list[Any]]) -> None:
             assert each == want
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    """The type and text of what ``call`` raises; "" if it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def check_steps(rank: int, problem: Problem, algorithm: str, frozen: str = "", **options: Any) -> None:
+def check_steps(rank: int, problem: Problem, frozen: str = "", **options: Any) -> None:
     """Gradients are those of the whole group's program; from the third step on no Python runs, nor backwards."""
-    size = dist.get_world_size()
-    wants = expected_gradients(problem, rank, size)
-    kinds = "x" + "w" * len(problem.ns) + "b" * len(problem.ns)
-    with started_group(algorithm) as group, formula_runs() as backwards:
+    wants = expected_gradients(problem, rank, dist.get_world_size())
+    with started_group("chunked") as group, formula_runs() as backwards:
         for i in range(STEPS):
-            step = Step(problem, group, 0, frozen)
             with python_calls() as ran:
-                outs = step.call(**options)
-                torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, size)])
+                outs = Step(problem, group, 0, frozen).check(wants, **options)
             assert (ran == []) == (i >= IN_PYTHON) and all(out.grad_fn.name() == NATIVE_NODE for out in outs)
-            for t, kind, want in zip(step.tensors, kinds, wants, strict=True):
-                assert t is None or (t.grad is None if kind in frozen else torch.equal(t.grad, want))
         assert backwards == []
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", PREPARED)
 @pytest.mark.parametrize("problem", [*KINDS, *PARTIAL], ids=str)
-def test_from_the_third_step_on_no_python_runs(rank: int, problem: Problem, algorithm: str) -> None:
-    check_steps(rank, problem, algorithm)
+def test_from_the_third_step_on_no_python_runs(rank: int, problem: Problem) -> None:
+    check_steps(rank, problem)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("op", OPS)
 def test_frozen_inputs(rank: int, op: str) -> None:
     for frozen in ("x", "w", "b", "xb", "wb"):
-        check_steps(rank, ONE_EACH[op], "chunked", frozen)
+        check_steps(rank, ONE_EACH[op], frozen)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("op", GATHERS)
 def test_without_a_saved_by_product(rank: int, op: str) -> None:
     save = "save_exchanged" if op == "all_to_all_matmul" else "save_gathered"
-    check_steps(rank, ONE_EACH[op], "chunked", **{save: False})
+    check_steps(rank, ONE_EACH[op], **{save: False})
 
 
 @on_ranks(2)
@@ -149,11 +136,7 @@ def test_kinds_that_differ_in_what_requires_grad(rank: int) -> None:
     wants = expected_gradients(problem, rank, 2)
     with started_group("chunked") as group:
         for i in range(4 * STEPS):
-            step = Step(problem, group, 0, frozen=["x", "w", "", "b"][i % 4])
-            outs = step.call()
-            torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, 2)])
-            for t, want in zip(step.tensors, wants, strict=True):
-                assert t is not None and (torch.equal(t.grad, want) if t.requires_grad else t.grad is None)
+            Step(problem, group, 0, frozen=["x", "w", "", "b"][i % 4]).check(wants)
 
 
 @on_ranks(2)
@@ -362,19 +345,7 @@ def test_a_peer_that_does_not_come_to_a_backward(rank: int) -> None:
             assert caught.value.op == "all_to_all_matmul" and caught.value.peers == [1] and backwards == []
         dist.barrier(group)
         fusedcomm.reset(group)
-        check_values_after(rank, problem, group)
-
-
-def check_values_after(rank: int, problem: Problem, group: Any) -> None:
-    step = Step(problem, group, 0)
-    outs = step.call()
-    torch.autograd.backward(outs, [w.float() for w in loss_weights(problem, outs, rank, 2)])
-    wants = expected_gradients(problem, rank, 2)
-    assert all(t is want is None or torch.equal(t.grad, want) for t, want in zip(step.tensors, wants, strict=True))
-
-
-def frozen_but(kinds: str) -> str:
-    return "".join(set("xwb") - set(kinds))
+        Step(problem, group, 0).check(expected_gradients(problem, rank, 2))
 
 
 def ops_of(call: Callable[[], Any]) -> tuple[Any, Counter[str]]:
@@ -402,7 +373,7 @@ def test_a_backward_for_some_gradients_computes_no_others(rank: int, problem: Pr
             wholes, all_ops = ops_of(lambda: step.grads(outs, retain_graph=True))
             by_leaf = dict(zip(map(id, step.leaves), wholes, strict=True))
             for asked in ("x", "w", "wb") if problem.partial else ("x", "w", "b", "wb"):  # or rank 1 asks for nothing
-                frozen = Step(problem, group, 0, frozen_but(asked))
+                frozen = Step(problem, group, 0, "".join({*"xwb"} - {*asked}))
                 pairs = zip(step.tensors, frozen.tensors, strict=True)
                 leaves = [t for t, alone in pairs if alone is not None and alone.requires_grad]
                 weights, frozen_outs = step.weights(outs), frozen.call(**save)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tests.helpers.groups import non_contiguous
 from tests.helpers.problems import exact, flat, integers, whole_group
 from tests.soak.random_call import SoakCase
 
@@ -34,8 +35,7 @@ class KnownValues:
         return [grad * self.case.factor for grad in self.grads[0 if self.case.op == "matmul_all_reduce" else rank]]
 
     def trained(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        kinds = "x" + "w" * self.num_ws + "b" * self.num_ws
-        kept = zip(tensors, kinds, strict=True)
+        kept = zip(tensors, self.case.problem.kinds, strict=True)
         return [t for t, kind in kept if t is not None and kind != self.case.frozen]
 
     def inputs(self, rank: int, device: torch.device) -> SoakInputs:
@@ -72,7 +72,5 @@ def _laid_out(t: Tensor, layout: str) -> Tensor:
     if layout == "transposed":
         return t.mT.contiguous().mT
     if layout == "strided":
-        wide = t.new_full([2 * size for size in t.shape], float("nan"))
-        view = wide[tuple(slice(None, None, 2) for _ in t.shape)]
-        return view.copy_(t)
+        return non_contiguous(t)
     return t

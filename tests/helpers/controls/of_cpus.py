@@ -19,7 +19,7 @@ CONTROLS: dict[str, Control] = {
         "kernels/cpu/prepared_calls.h",
         "    key.append(t.strides().begin(), t.strides().end());\n",
         "",
-        "tests/ops/test_prepared.py::test_layouts_of_arguments[chunked]",
+        "tests/ops/test_prepared.py::test_layouts_of_arguments",
     ),
     "a reset drops plans": Control(
         PREPARED_CALLS,
