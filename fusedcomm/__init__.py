@@ -21,7 +21,7 @@ from fusedcomm.memory.captures import before_capture
 from fusedcomm.memory.errors import PeerError, PeerMismatchError, PeerTimeoutError
 from fusedcomm.memory.members import close, reset, synchronize
 from fusedcomm.memory.nccl_options import nccl_options
-from fusedcomm.ops import import_hooks, register, same_moves  # noqa: F401 the last two register ops
+from fusedcomm.ops import import_hooks, register, same_moves, tracing  # noqa: F401 the last three register
 from fusedcomm.ops.all_gather_matmul import all_gather_matmul
 from fusedcomm.ops.all_to_all_matmul import all_to_all_matmul
 from fusedcomm.ops.explain import explain

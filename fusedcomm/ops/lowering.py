@@ -1,8 +1,9 @@
-"""Inductor's lowerings of the fused ops: as collectives, kept in program order among all others.
+"""Inductor's lowerings of the fused ops: as collectives, kept in program order among all others, read or not.
 
 Importing this module registers the lowerings, and imports Inductor, which takes a second.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +25,30 @@ def _register() -> None:
     for spec in OPS.values():
         lower = _lower_pair if spec.gathers or spec.num_results > 1 else _lower_tensor
         lowering.add_layout_constraint(spec.op, _constrain_x if spec.is_plain else _constrain)
-        lowering.register_lowering(spec.op, type_promotion_kind=None)(lower(spec.op))
+        _register_lowering(spec.op, lower(spec.op))
     for name in COLLECTIVES:  # they take any strides
         op = getattr(torch.ops.fusedcomm, name).default
         is_tensor = [each.type for each in op._schema.returns] == [torch.TensorType.get()]
         lower = _lower_tensor if is_tensor else _lower_pair
-        lowering.register_lowering(op, type_promotion_kind=None)(lower(op))
+        _register_lowering(op, lower(op))
+
+
+def _register_lowering(op: torch._ops.OpOverload, lower: Callable[..., Any]) -> None:
+    def lower_without_waits(*args: Any) -> Any:
+        # A wait would be a write: consumers could no longer reuse the result's memory
+        _skip_waits(V.graph.current_node)
+        return lower(*args)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower_without_waits)
+
+
+def _skip_waits(node: Node) -> None:
+    """Keep Inductor from lowering the unread waits of `tracing`: a `_CollectiveKernel` stays without."""
+    for user in node.users:
+        if user.target is operator.getitem:
+            _skip_waits(user)
+        elif user.target is torch.ops._c10d_functional.wait_tensor.default and not user.users:
+            V.graph.env[user] = None  # fx.Interpreter runs no node that has a value
 
 
 def _lower_tensor(overload: torch._ops.OpOverload) -> Callable[..., Any]:

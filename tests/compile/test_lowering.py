@@ -143,6 +143,21 @@ def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
     assert collectives == [True] * 3
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("trains", [False, True])
+def test_ops_keep_their_place_whatever_a_rank_reads(rank: int, trains: bool) -> None:
+    def program(x: Tensor, w: Tensor) -> list[Tensor]:
+        first = fusedcomm.all_reduce(x * 10)
+        y = fusedcomm.matmul_all_reduce(x, w)
+        z = fusedcomm.all_reduce(x)
+        return [z * 2, y.max()] if rank else [y + 1, z * 2, first]
+
+    x, w = torch.full((8, 8), 1.0 + rank, requires_grad=trains), torch.ones(8, 8)
+    outs, (code, *_) = codes_of(lambda compiled: compiled(x, w), program)
+    torch.testing.assert_close(outs, program(x, w))
+    assert called(code) == ["all_reduce.default", "matmul_all_reduce.default", "all_reduce.default"]
+
+
 @pytest.mark.thorough
 @on_ranks(2)
 def test_operands_are_there_until_the_op_is_done(rank: int) -> None:
