@@ -147,9 +147,7 @@ def test_ops_keep_their_place_among_other_collectives(ranks: Any) -> None:
 @pytest.mark.parametrize("trains", [False, True])
 def test_ops_keep_their_place_whatever_a_rank_reads(rank: int, trains: bool) -> None:
     def program(x: Tensor, w: Tensor) -> list[Tensor]:
-        first = fusedcomm.all_reduce(x * 10)
-        y = fusedcomm.matmul_all_reduce(x, w)
-        z = fusedcomm.all_reduce(x)
+        first, y, z = fusedcomm.all_reduce(x * 10), fusedcomm.matmul_all_reduce(x, w), fusedcomm.all_reduce(x)
         return [z * 2, y.max()] if rank else [y + 1, z * 2, first]
 
     x, w = torch.full((8, 8), 1.0 + rank, requires_grad=trains), torch.ones(8, 8)
