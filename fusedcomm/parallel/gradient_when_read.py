@@ -8,6 +8,7 @@ then the sum is made first, and the op sends it as it sends products.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -35,10 +36,17 @@ def whole_of(x: DTensor, whole: Tensor, gather_dim: int | None) -> DTensor:
 def product(grad: Tensor, weight: Tensor, node: Any) -> Tensor:
     """``grad @ weight``, the gradient that goes on to ``node``: when it is read, if this backward comes to a
     `whole_of`. The weight is copied, as any hook may write it until then: optimizers do, some by its data."""
-    if torch.is_grad_enabled() or not any(map(torch._C._will_engine_execute_node, _wholes(node))):
+    is_lazy = not torch.is_grad_enabled() and not is_compiled_backward()
+    if not is_lazy or not any(map(torch._C._will_engine_execute_node, _wholes(node))):
         return grad @ weight
     factor = _Factor(grad.flatten(0, -2), weight.clone())
     return WhenRead((*grad.shape[:-1], weight.shape[-1]), _Sum([factor], None, []))
+
+
+def is_compiled_backward() -> bool:
+    """Whether compiled autograd runs the backward: it traces what is behind this gradient with stand-ins."""
+    found = sys.modules.get("torch._dynamo.compiled_autograd")
+    return found is not None and (found.compiled_autograd_enabled or found.in_compiled_autograd_region)
 
 
 def _wholes(node: Any) -> Iterator[Any]:

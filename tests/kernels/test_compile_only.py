@@ -30,13 +30,9 @@ BOUNDED_PRODUCTS = {
     "gather_matmul.py: first, end = step * in_chunk, tl.where(failed, step, step + 1) * in_chunk": "the blocks of K",
     "gather_matmul.py: row = x_rows[1] + src_rank * (spans.batches.size * spans.rows.size)": "can_describe_slots",
     "gather_matmul.py: tiles_in_chunk = spans.batches.size * num_m * num_n": "launches._MOST_TILES",
-    "gather_matmul.py: x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)": (
-        "can_describe_slots"
-    ),
+    "gather_matmul.py: x_rows = (slot, (src_rank * spans.batches.size + b) * spans.rows.size + i)": "likewise",
     "gather_matmul.py: row = (src_rank * spans.batches.size + b) * spans.rows.size + i": "can_describe_slots",
-    "grouped_matmul.py: ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)": (
-        "launches._MOST_TILES"
-    ),
+    "grouped_matmul.py: ends = tl.cumsum(tl.cdiv(tl.maximum(end - first, 0), TILE.block_m) * num_n, axis=0)": "tiles",
     "matmul.py: return (batch * (rows if len(w.block_shape) == 2 else PARTS)).to(tl.int32)": "can_describe_w",
     "matmul.py: begin = (tile // tiles_in_run) * span.inner": "the columns of a chunk",
     "matmul.py: return num_runs * tl.cdiv((span.inner if several else span.size) + SHIFT, BLOCK)": (
@@ -101,10 +97,8 @@ WIDTHS = {
 }
 BY_POINTER = {"push pointers", "push rows scattered", "push odd", "gather ragged", "gather odd"}
 BY_POINTER |= {"grouped matmul transposed 4099", "grouped matmul stored odd"}
-BY_POINTER |= {
-    "push float8 odd",
-    "gather K float8 ragged",
-}  # the zeros behind a source's part of K could meet the next one's inf in w
+# The zeros behind a source's part of K could meet the next one's inf in w.
+BY_POINTER |= {"push float8 odd", "gather K float8 ragged"}
 
 
 @pytest.mark.parametrize("name", WIDTHS)
@@ -152,12 +146,8 @@ def test_copies_are_of_whole_vectors(compiled: Compiled) -> None:
 
 def test_waits_sleep_between_polls(compiled: Compiled) -> None:
     for name, kernel in compiled.items():
-        alone = {
-            *SENDS,
-            "norm_kernel",
-            "experts_matmul_kernel",
-            *(f"{each}_kernel" for each in ("count", "scan", "plan", "shift", "return", "place")),
-        }
+        others = "norm", "experts_matmul", "count", "scan", "plan", "shift", "return", "place"
+        alone = SENDS | {f"{each}_kernel" for each in others}
         assert (kernel["counts"]["sleeps"] > 0) == (kernel["kernel"] not in alone), name
 
 

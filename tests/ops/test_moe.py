@@ -291,7 +291,6 @@ def test_only_tensors_that_the_backward_reads_are_saved(rank: int) -> None:
 def test_graphs(rank: int, tmp_path: Path) -> None:
     """One compilation for all routings; opcheck."""
     w, up = integers(5, 2, H, N).float().requires_grad_(), integers(6, 2, N, H).float()
-
     capacity = 16 + zlib.crc32(str(tmp_path).encode()) % 1000 * 2  # no graph of an earlier run is this one's
 
     def program(x: Tensor, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

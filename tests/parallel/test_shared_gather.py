@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -318,6 +319,16 @@ def test_in_inference_mode(rank: int) -> None:
         want, found = (module(*map(torch.detach, inputs(rank))) for module in (stock, ours))
     torch.testing.assert_close(found, want, **CLOSE)
     assert spy.names("fusedcomm") == [GATHER]
+
+
+@on_ranks(2)
+def test_under_compiled_autograd(rank: int) -> None:
+    xs = inputs(rank) + inputs(rank)
+    for styles, x in zip((torch_parallel, our_parallel), xs, strict=True):
+        module = attention(styles, each_once)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            module(x).square().sum().backward()
+    torch.testing.assert_close(*(x.grad for x in xs), **CLOSE)
 
 
 @on_ranks(2)
