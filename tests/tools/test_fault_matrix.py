@@ -7,17 +7,7 @@ import pytest
 
 from tests.faults.cells import CELLS, Cell, select
 from tests.faults.controls import CONTROLS, NO_DEADLINE, off_in_its_cell
-from tests.faults.judge import (
-    OTHER_ERROR,
-    PEER_ERROR,
-    RIGHT,
-    SLACK_S,
-    WRONG,
-    CallOutcome,
-    RankReport,
-    Verdict,
-    judge,
-)
+from tests.faults.judge import OTHER_ERROR, PEER_ERROR, RIGHT, SLACK_S, WRONG, CallOutcome, RankReport, Verdict, judge
 from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, SCALED
 from tests.faults.matrix import run_cells
 from tests.helpers.problems import OPS
