@@ -15,6 +15,7 @@ from fusedcomm.compile.graph.views import is_one_cast
 from tests.helpers.graphs import rewritten
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.program_parts import all_gather, reduce_scatter, world
+from tests.helpers.tiers import nightly_but
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 EIGHTHS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -84,7 +85,10 @@ def program_of(kind: str, seed: int, r: int) -> Callable[[Tensor, Tensor], Any]:
     return program
 
 
-def check(rank: int, kind: str, seeds: range) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("seeds", nightly_but([range(6)], [range(6), range(6, 60)]))
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_casts_keep_values(rank: int, kind: str, seeds: range) -> None:
     r, lines = dist.get_world_size(), []
     for seed in seeds:
         program, generator = program_of(kind, seed, r), torch.Generator().manual_seed(100 * seed + rank)
@@ -100,19 +104,6 @@ def check(rank: int, kind: str, seeds: range) -> None:
             text = f"{kind}, seed {seed}: {lines[-1]}"
             torch.testing.assert_close(a.double(), b.double(), equal_nan=True, msg=lambda m, t=text: t + m, **near)
     assert any(line.status == "fused" for line in lines) or len(seeds) < 50
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_casts_keep_values(rank: int, kind: str) -> None:
-    check(rank, kind, range(6))
-
-
-@pytest.mark.nightly
-@on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_random_casts_keep_values(rank: int, kind: str) -> None:
-    check(rank, kind, range(6, 60))
 
 
 VIEWED = ["push", "exchange", "gather", "reduce_scatter", "all_reduce"]

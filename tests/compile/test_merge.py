@@ -38,6 +38,7 @@ from tests.helpers.merge_world import (
     traced,
 )
 from tests.helpers.on_ranks import on_ranks
+from tests.helpers.tiers import nightly_but
 
 
 def merged(world: World, program: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Graph, Merger, Graph]:
@@ -103,18 +104,13 @@ def test_a_merged_average_is_a_sum_of_what_is_divided_before(cube: World, then: 
     assert reduced.args[:2] == (divided, "sum") and divided.args[1] == (4 if then == "avg" else 2)
 
 
-@pytest.mark.parametrize("name", ["2x2x2", "2x3"])
-def test_random_chains(name: str) -> None:
-    check_random_chains(name, seeds=range(1))
+FEW_CHAINS = [("2x2x2", range(1)), ("2x3", range(1))]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MESHES)
-def test_many_random_chains(name: str) -> None:
-    check_random_chains(name, seeds=range(1, 6))
-
-
-def check_random_chains(name: str, seeds: range) -> None:
+@pytest.mark.parametrize(
+    ("name", "seeds"), nightly_but(FEW_CHAINS, [*FEW_CHAINS, *((name, range(1, 6)) for name in MESHES)])
+)
+def test_random_chains(name: str, seeds: range) -> None:
     before, after = 0, 0
     with fake_world(MESHES[name]) as world:
         for seed in seeds:
@@ -243,21 +239,13 @@ def test_symbolic_sizes(cube: World) -> None:
 
 
 # with the other passes
-def product_scattered(calls: Calls, first: int, x: Tensor, w: Tensor) -> Tensor:
-    return calls.rs(calls.rs(x @ w, first), 1 - first)
-
-
-def test_a_merged_collective_is_fused(cube: World) -> None:
-    module = traced(partial(product_scattered, Calls(cube), 0), (8, 6), (6, 4))
-    report = run_passes(module.graph, merge=(cube.flat,))
-    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.fusedcomm.matmul_reduce_scatter.default)
-    assert node.args[-4:-2] == (4, cube.name(0, 1)) and collectives_of(module.graph) == []
-    assert [line.status for line in report.collectives] == ["merged", "merged", "fused"]
-
-
 def test_a_fusion_is_not_given_up(cube: World) -> None:
     """The matmul's rows are in the order of mesh dims 1, 0, and would first have to be copied for one collective."""
-    program = partial(product_scattered, Calls(cube), 1)
+    calls = Calls(cube)
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return calls.rs(calls.rs(x @ w, 1), 0)
+
     module, alone = traced(program, (8, 6), (6, 4)), traced(program, (8, 6), (6, 4))
     merger = Merger(module.graph, OPS)
     merger.merge(cube.flat)
@@ -281,6 +269,8 @@ def test_both_sides_of_a_chain_are_fused(cube: World) -> None:
     module = traced(program, (8, 6), (6, 4), (4, 10))
     report = run_passes(module.graph, merge=(cube.flat,))
     assert targets(module.graph, "fusedcomm") == ["matmul_reduce_scatter", "all_gather_matmul"], report
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.fusedcomm.matmul_reduce_scatter.default)
+    assert node.args[-4:-2] == (4, cube.name(0, 1))
     assert collectives_of(module.graph) == []
     assert [line.status for line in report.collectives] == ["merged"] * 4 + ["fused"] * 2
     module = traced(program, (8, 6), (6, 4), (4, 10))

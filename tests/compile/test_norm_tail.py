@@ -64,10 +64,6 @@ def layer(n: Norm, bias: bool = True) -> Callable[..., Any]:
     return program
 
 
-def one_result(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, b: Tensor) -> Tensor:
-    return llama(reduced(x @ w).view(2, -1, N) + residual, weight)
-
-
 def scattered(dim: int) -> Callable[..., Any]:
     def program(x: Tensor, w: Tensor, residual: Tensor, weight: Tensor, b: Tensor) -> Any:
         y = reduce_scatter((x @ w).view(2, -1, N), "sum", dim, world())
@@ -77,7 +73,8 @@ def scattered(dim: int) -> Callable[..., Any]:
     return program
 
 
-PROGRAMS = {name: layer(n) for name, n in NORMS.items()} | {"no bias": layer(llama, False), "one result": one_result}
+PROGRAMS = {name: layer(n) for name, n in NORMS.items()} | {"no bias": layer(llama, False)}
+PROGRAMS["one result"] = lambda x, w, r, g, b: llama(reduced(x @ w).view(2, -1, N) + r, g)
 SCATTERED = {f"scattered {dim}": "matmul_reduce_scatter_norm" for dim in range(2)}
 PROGRAMS |= {name: scattered(dim) for dim, name in enumerate(SCATTERED)}
 

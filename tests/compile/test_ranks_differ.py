@@ -75,26 +75,21 @@ def compiled(p: Program, rank: int, name: str, backend: Any = interpreted) -> li
     return found
 
 
-def outcome(p: Program, rank: int, run: Callable[..., Any]) -> str | None:
-    wants = [programs.expected(p, call) for call in range(1 if run is traced else 2)]
-    if not all(programs.is_exact(p, each) for each in wants):
-        return None
-    text = None
-    with fresh_group() as name:
-        try:
-            for found, want in zip(run(p, rank, name), wants, strict=True):
-                want32 = [each.float() for each in want[rank]]
-                torch.testing.assert_close([each.float() for each in found], want32, rtol=0, atol=0)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        return on_any_rank(text)
-
-
 def check(rank: int, seeds: Iterable[int], run: Callable[..., Any]) -> None:
     for seed in seeds:
         forget_consents(rank, 1 / 5)  # a rank that compiles alone waits for each of its graphs, and peers wait for it
-        p = programs.drawn(seed, dist.get_world_size(), run is compiled)
-        why = outcome(p, rank, run)
+        p, text = programs.drawn(seed, dist.get_world_size(), run is compiled), None
+        wants = [programs.expected(p, call) for call in range(1 if run is traced else 2)]
+        if not all(map(programs.is_exact, wants)):
+            continue
+        with fresh_group() as name:
+            try:
+                for found, want in zip(run(p, rank, name), wants, strict=True):
+                    want32 = [each.float() for each in want[rank]]
+                    torch.testing.assert_close([each.float() for each in found], want32, rtol=0, atol=0)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+            why = on_any_rank(text)
         assert why is None, f"{p} of seed {seed}:\n{why}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest.mock import patch
@@ -183,13 +183,11 @@ def storage_of(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-@contextmanager
-def no_latency() -> Iterator[None]:
+def no_latency() -> AbstractContextManager[object]:
     """Let the passes decide as for large tensors, whose bytes alone count."""
     constants = DEFAULTS["cpu"]
     free = replace(constants, backend_latency=dict.fromkeys(constants.backend_latency, 1e-9))
-    with patch.dict(DEFAULTS, {"cpu": free}):
-        yield
+    return patch.dict(DEFAULTS, {"cpu": free})
 
 
 def make(case: Case, group: Any) -> Model:

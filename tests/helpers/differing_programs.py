@@ -363,7 +363,7 @@ def _phases(p: Program, rank: int) -> Iterator[tuple[list[Step], str]]:
     yield local, ""
 
 
-def is_exact(p: Program, wants: list[list[Tensor]]) -> bool:
+def is_exact(wants: list[list[Tensor]]) -> bool:
     return all(each.abs().max() < LARGEST for mine in wants for each in mine if each.numel())
 
 
@@ -384,7 +384,6 @@ def drawn(seed: int, size: int, compiled: bool) -> Program:
 
 
 def _ranks(rng: random.Random, size: int) -> tuple[int, ...]:
-    """One rank mostly, some, or all."""
     count = rng.choice([1] * 5 + [size - 1, size])
     return tuple(sorted(rng.sample(range(size), count)))
 

@@ -20,9 +20,5 @@ def _gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
     return _c10d.all_gather_into_tensor_out(x, group_size, group_name, out=out)
 
 
-def _gather_all(xs: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
-    return [_gather(x, group_size, group_name) for x in xs]
-
-
 _library.impl("all_gather_into_tensor", _gather, "CPU")
-_library.impl("all_gather_into_tensor_coalesced", _gather_all, "CPU")
+_library.impl("all_gather_into_tensor_coalesced", lambda xs, *group: [_gather(x, *group) for x in xs], "CPU")

@@ -32,15 +32,12 @@ ALGORITHMS = ["unfused", "chunked", "fused", "pipelined"]
 @contextmanager
 def fresh_group(**env: str) -> Iterator[Any]:
     """A group of all ranks that votes under these settings, and is gone afterwards."""
-    saved = dict(os.environ)
-    os.environ.update({f"FUSEDCOMM_{name}": value for name, value in env.items()})
-    group = dist.new_group()
-    try:
-        yield group
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
-        dist.destroy_process_group(group)
+    with mock.patch.dict(os.environ, {f"FUSEDCOMM_{name}": value for name, value in env.items()}):
+        group = dist.new_group()
+        try:
+            yield group
+        finally:
+            dist.destroy_process_group(group)
 
 
 @contextmanager

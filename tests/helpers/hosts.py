@@ -69,7 +69,6 @@ def two_hosts(mbit: int | None = None) -> Iterator[list[Host]]:
 
 
 def set_link(device: str, up: bool) -> None:
-    """Connect or cut the link, for a process on that host."""
     _ip("link", "set", device, "up" if up else "down")
 
 

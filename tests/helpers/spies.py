@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -98,8 +97,7 @@ def pushed() -> Iterator[Pushed]:
             seen.chunks.append((work.dst_rank, sum(t.nbytes for t in parts) - unsent))
         step(self, work, stream)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(python_executor.Execution, "step", spying)
+    with mock.patch.object(python_executor.Execution, "step", spying):
         drop_plans()
         yield seen
     drop_plans()
@@ -113,7 +111,6 @@ def drop_plans() -> None:
 
 @contextmanager
 def saved_for_backward() -> Iterator[list[Tensor]]:
-    """What autograd keeps of what is called inside."""
     saved: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
@@ -137,7 +134,6 @@ def logged(level: int = logging.NOTSET) -> Iterator[list[str]]:
 
 @contextmanager
 def first_arguments(owner: Any, name: str) -> Iterator[list[Any]]:
-    """The first arguments of the calls of ``owner.name`` inside."""
     found, run = list[Any](), getattr(owner, name)
 
     def spied(first: Any, *args: Any) -> Any:

@@ -5,9 +5,11 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,17 +49,8 @@ def footprint() -> tuple[int, int]:
     return maps, num_fds
 
 
-@contextlib.contextmanager
-def timeout(seconds: float) -> Iterator[None]:
-    before = os.environ.get("FUSEDCOMM_TIMEOUT_S")
-    os.environ["FUSEDCOMM_TIMEOUT_S"] = str(seconds)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["FUSEDCOMM_TIMEOUT_S"]
-        else:
-            os.environ["FUSEDCOMM_TIMEOUT_S"] = before
+def timeout(seconds: float) -> contextlib.AbstractContextManager[object]:
+    return mock.patch.dict(os.environ, FUSEDCOMM_TIMEOUT_S=str(seconds))
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -99,20 +92,6 @@ class CutStore(Store):
             assert self.back.wait(60)
         return getattr(self.inner, name)(*args)
 
-    def set(self, key: str, value: Any) -> None:
-        self._call("set", key, value)
 
-    def get(self, key: str) -> bytes:
-        return self._call("get", key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._call("check", keys)
-
-    def add(self, key: str, value: int) -> int:
-        return self._call("add", key, value)
-
-    def delete_key(self, key: str) -> bool:
-        return self._call("delete_key", key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._call("multi_get", keys)
+for _name in ("set", "get", "check", "add", "delete_key", "multi_get"):
+    setattr(CutStore, _name, partialmethod(CutStore._call, _name))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import mmap
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -43,7 +43,7 @@ class FewPrograms(Device):
 class VirtualRank:
     """One rank's view of segments that lie in this process."""
 
-    def __init__(self, rank: int, segments: list[Tensor], slot_bytes: int, num_slots: int) -> None:
+    def __init__(self, rank: int, segments: list[Tensor], slot_bytes: int, num_slots: int, timeout_s: float) -> None:
         self.rank, self.group_size = rank, len(segments)
         self.layout = HeaderLayout(self.group_size)
         self.segment_layout = self.layout.for_kernels._replace(num_slots=num_slots)
@@ -52,7 +52,7 @@ class VirtualRank:
         self.device, self.kernels = torch.device("cpu"), dict[int, Any]()
         self.slot_bytes = slot_bytes
         self.record = torch.zeros(8 + 2 * self.group_size, dtype=torch.int64)
-        self.word(self.layout.timeout)[0] = int(60e9)
+        self.word(self.layout.timeout)[0] = int(timeout_s * 1e9)
         self.word(self.layout.record)[0] = self.record.data_ptr()
 
     def device_facts(self) -> Device:
@@ -85,7 +85,7 @@ class VirtualRank:
         assert (self.segment[-64:] == GUARD).all()
 
 
-def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[VirtualRank]:
+def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2, timeout_s: float = 60) -> list[VirtualRank]:
     slot_bytes = -(-slot_bytes // 128) * 128
     header = HeaderLayout(group_size).header_bytes
     segments = []
@@ -94,7 +94,7 @@ def virtual_ranks(group_size: int, slot_bytes: int, num_slots: int = 2) -> list[
         segment[header:] = NOT_A_NUMBER
         segment[-64:] = GUARD
         segments.append(segment)
-    return [VirtualRank(rank, segments, slot_bytes, num_slots) for rank in range(group_size)]
+    return [VirtualRank(rank, segments, slot_bytes, num_slots, timeout_s) for rank in range(group_size)]
 
 
 def sizes_and_names(names: Iterable[str], on_three: Collection[str]) -> list[tuple[int, str]]:
@@ -126,14 +126,12 @@ def record(kind: int, epoch: int, rank: int, flags: list[int], bad: list[int]) -
     return [2, kind, epoch, rank, FINGERPRINT, 0, 0, 0, *flags, *bad]
 
 
-@contextmanager
-def overflow_is_an_error(debug: bool = True) -> Iterator[None]:
+def overflow_is_an_error(debug: bool = True) -> AbstractContextManager[object]:
     """Triton's own check of 32-bit sums, differences and products, in lanes behind a mask as well."""
     from triton.runtime.interpreter import interpreter_builder
 
     checked = dataclasses.replace(interpreter_builder.options, debug=debug, sanitize_overflow=True)
-    with mock.patch.object(interpreter_builder, "options", checked):
-        yield
+    return mock.patch.object(interpreter_builder, "options", checked)
 
 
 @contextmanager
@@ -166,7 +164,7 @@ def large_ranks(group_size: int, slot_bytes: int) -> list[VirtualRank]:
     """Ranks whose slots are zeros; a page takes memory once it is touched."""
     num_bytes = HeaderLayout(group_size).segment_bytes(slot_bytes)
     segments = [sparse(num_bytes, torch.uint8) for _ in range(group_size)]
-    return [VirtualRank(rank, segments, slot_bytes, 2) for rank in range(group_size)]
+    return [VirtualRank(rank, segments, slot_bytes, 2, 60) for rank in range(group_size)]
 
 
 def slot_of(rank: VirtualRank, epoch: int, dtype: torch.dtype) -> torch.Tensor:

@@ -88,7 +88,6 @@ class Driver(FakeDriver):
 
     @contextmanager
     def counts(self, name: str) -> Iterator[None]:
-        """Callgrind counts the calls inside."""
         self._library.count_begin()
         yield
         self._library.count_end(name.encode())

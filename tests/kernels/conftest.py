@@ -48,6 +48,5 @@ def compiled(target: Target, compilers: Compilers) -> Compiled:
 
 @pytest.fixture
 def overflow() -> Iterator[None]:
-    """A 32-bit overflow in Triton's interpreter is an error."""
     with overflow_is_an_error():
         yield

@@ -1,6 +1,7 @@
 """Waits that fail, of each kernel that receives, in Triton's interpreter: who is on record, and what is left behind."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,8 @@ def exchange_of(kernel: str, group_size: int) -> Exchange:
     return shapes.all_gather_matmul((6, 8), [(8 * group_size**dim, 24)], dim, group_size)
 
 
-def ranks_of(kernel: str, group_size: int, timeout_s: float = 60.0, num_slots: int = 2) -> list[VirtualRank]:
-    ranks = virtual_ranks(group_size, 2 * group_size * exchange_of(kernel, group_size).chunk_numel * 4, num_slots)
-    for rank in ranks:
-        rank.word(rank.layout.timeout)[0] = int(timeout_s * 1e9)
-    return ranks
+def ranks_of(kernel: str, group_size: int, **options: Any) -> list[VirtualRank]:
+    return virtual_ranks(group_size, 2 * group_size * exchange_of(kernel, group_size).chunk_numel * 4, **options)
 
 
 def of_rows(name: str, rank: VirtualRank, value: float, fingerprint: int) -> Tensor:
@@ -199,8 +197,7 @@ def test_nobody_is_to_blame_for_a_flag_that_comes_with_the_deadline() -> None:
 def test_bytes_become_what_is_no_number(kernel: str) -> None:
     """Rows of float8 and their scales are gathered as bytes."""
     exchange = payloads.all_gather((1, 16), 0, 2)
-    (spans,), rank = exchange.rounds(16), virtual_ranks(2, 64)[0]
-    rank.word(rank.layout.timeout)[0] = int(1e8)
+    (spans,), rank = exchange.rounds(16), virtual_ranks(2, 64, timeout_s=0.1)[0]
     out = torch.zeros(2, 16, dtype=torch.uint8)
     if kernel == "unpack":
         launch_now.unpack(out, spans, rank, FINGERPRINT)

@@ -146,11 +146,8 @@ def pack(rank: VirtualRank, value: float, own: bool = True) -> None:
     launch_now.pack(torch.full((5, 8), float(value)), spans, rank, FINGERPRINT, own=own)
 
 
-def simple_ranks(group_size: int, timeout_s: float = 60.0) -> list[VirtualRank]:
-    ranks = virtual_ranks(group_size, group_size * 40 * 4)
-    for rank in ranks:
-        rank.word(rank.layout.timeout)[0] = int(timeout_s * 1e9)
-    return ranks
+def simple_ranks(group_size: int, **options: Any) -> list[VirtualRank]:
+    return virtual_ranks(group_size, group_size * 40 * 4, **options)
 
 
 @pytest.mark.parametrize("end_round", [True, False])

@@ -16,7 +16,6 @@ from fusedcomm.bench import launch_now
 from fusedcomm.memory.segment import MOST_SLOT_BYTES
 from fusedcomm.plan import tiles
 from fusedcomm.plan.geometry import shapes
-from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.tiles import TileConfig
 from tests.helpers.virtual_ranks import (
     FINGERPRINT,
@@ -248,34 +247,23 @@ def batches_apart(values: Tensor, reach: int) -> Tensor:
     return w.copy_(values)
 
 
-def small_integers(*shape: int) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
-
-
-def one_rank(exchange: Exchange) -> VirtualRank:
-    (rank,) = virtual_ranks(1, exchange.chunk_numel * 4)
-    return rank
-
-
 LAYOUTS: dict[str, tuple[Callable[[Tensor, int], Tensor], tuple[int, ...]]] = {  # of w, and its batches
     "rows apart": (partial(far_apart, transposed=False), ()),
     "columns apart": (partial(far_apart, transposed=True), ()),
     "batches apart": (batches_apart, (3,)),
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
-reaches = pytest.mark.parametrize("reach", REACH)
 
 
-@layouts
-@reaches
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reach", REACH)
 @pytest.mark.parametrize("gathers", [False, True])
 def test_w_is_read_where_it_lies(gathers: bool, reach: int, layout: str) -> None:
     place, batches = LAYOUTS[layout]
-    x, values = small_integers(*batches, FEW_ROWS, INNER), small_integers(*batches, INNER, OUTER)
+    x, values = integers(*batches, FEW_ROWS, INNER).float(), integers(*batches, INNER, OUTER).float()
     push = shapes.matmul_all_to_all(x.shape, values.shape, None, 0, 1, 1)
     exchange = shapes.all_gather_matmul(x.shape, (values.shape,), len(batches), 1) if gathers else push
-    rank, out = one_rank(exchange), torch.full((*batches, FEW_ROWS, OUTER), torch.nan)
-    (spans,) = exchange.rounds(1 << 62)
+    (rank,), (spans,) = virtual_ranks(1, exchange.chunk_numel * 4), exchange.rounds(1 << 62)
+    out = torch.full((*batches, FEW_ROWS, OUTER), torch.nan)
     if gathers:
         launch_now.pack(x, spans, rank, FINGERPRINT)
         launch_now.gather_matmul(out, place(values, reach), None, spans, rank, FINGERPRINT, end_round=True)

@@ -156,8 +156,7 @@ def test_a_failed_gather_is_nan() -> None:
     """Zeros of rank 0 are there, those of rank 1 never come."""
     exchange = packed_gathers.all_gather_matmul((4, 32), [(32, 16)], 0, 2)
     (spans,) = exchange.rounds(1 << 40)
-    rank = virtual_ranks(2, 2 * exchange.chunk_numel)[0]
-    rank.word(rank.layout.timeout)[0] = int(0.2e9)
+    rank = virtual_ranks(2, 2 * exchange.chunk_numel, timeout_s=0.2)[0]
     launch_now.pack(torch.zeros(exchange.packed[0], dtype=torch.uint8), spans, rank, FINGERPRINT)
 
     def program(s: Builder, got: Tensor, w: Tensor, scale_w: Tensor) -> None:

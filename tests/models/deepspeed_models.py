@@ -73,10 +73,6 @@ def unchanged_attention() -> Iterator[None]:
     parallel_state_sp._release_sequence_parallel_groups()
 
 
-def inputs_with_positions() -> dict[str, Any]:
-    return transformers_models.inputs() | {"position_ids": torch.arange(TOKENS).expand(BATCH, TOKENS)}
-
-
 def _attention(normed: bool) -> Case:
     return Case(
         "deepspeed",
@@ -95,7 +91,7 @@ CASES = {
         "deepspeed",
         transformers_models.llama,
         hugging_face,
-        inputs_with_positions,
+        lambda: transformers_models.inputs() | {"position_ids": torch.arange(TOKENS).expand(BATCH, TOKENS)},
         local=of_this_rank,
         summed=True,
         around=unchanged_attention,

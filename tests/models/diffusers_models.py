@@ -1,7 +1,7 @@
 """Image and video transformers of diffusers under its Ulysses context parallelism."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -172,18 +172,16 @@ def _backward(ctx: Any, grad: Tensor, *_: Any, **__: Any) -> list[Tensor]:
     return [t.transpose(1, 2) for t in grads]
 
 
-@contextmanager
-def flash_attention_on_cpus() -> Iterator[None]:
+def flash_attention_on_cpus() -> AbstractContextManager[object]:
     """diffusers' flash attention calls torch's ops for GPUs. Its default backend calls autograd in a backward.
 
     torch.compile cannot follow the latter, and cuts the graph before the exchange.
     """
-    with mock.patch.multiple(
+    return mock.patch.multiple(
         "diffusers.models.attention_dispatch",
         _native_flash_attention_forward_op=_forward,
         _native_flash_attention_backward_op=_backward,
-    ):
-        yield
+    )
 
 
 def _case(make: Callable[[int], nn.Module], inputs: Callable[[], dict[str, Any]]) -> Case:

@@ -19,7 +19,4 @@ def test_example(name: str, least: tuple[int, ...]) -> None:
     version = importlib.metadata.version(package)
     if tuple(map(int, version.split(".")[:2])) < least:
         pytest.skip(f"{package} is {version}")
-    result = torchrun(name, 2)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.endswith("all gradients on 2 ranks are those of one process\n")
-    assert "runs unfused" not in result.stderr, result.stderr
+    assert torchrun(name, 2).endswith("all gradients on 2 ranks are those of one process\n")

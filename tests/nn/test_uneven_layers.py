@@ -147,14 +147,9 @@ def test_gradients_of_repeated_heads_are_added_in_float32(rank: int) -> None:
 
 
 def test_heads_are_balanced() -> None:
-    assert head_splits(7, 4) == [2, 2, 2, 1]
-    assert head_splits(20, 8) == [3, 3, 3, 3, 2, 2, 2, 2]
-    assert head_splits(2, 3) == [1, 1, 0]
     for size in range(1, 9):
         for heads in range(1, 40):
-            splits = head_splits(heads, size)
-            assert splits == [len(each) for each in torch.arange(heads).tensor_split(size)]
-            assert sum(splits) == heads and max(splits) - min(splits) <= 1
+            assert head_splits(heads, size) == [len(each) for each in torch.arange(heads).tensor_split(size)]
 
 
 def test_every_head_finds_what_it_reads() -> None:

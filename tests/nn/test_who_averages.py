@@ -5,6 +5,7 @@ without the row's factor must not.
 """
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +82,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def check_gradients(model: nn.Module, plain: nn.Module) -> None:
-    wants = gradients(plain)
-    for name, grad in gradients(model).items():
-        torch.testing.assert_close(grad, wants[name], **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
-
-
 AXIS = 2  # ranks in each dim of the mesh
 
 
@@ -160,17 +155,6 @@ def test_a_row(rank: int, row: Row) -> None:
     assert not grads_are_right(model, plain, row, mesh, mine, mask, AXIS)
 
 
-class Attention(nn.Module):
-    """The layers of Ulysses attention that have parameters, with heads that are x itself."""
-
-    def __init__(self, out: nn.Module) -> None:
-        super().__init__()
-        self.out = out
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(x)
-
-
 @on_ranks(4)
 def test_sum_replicated_gradients_under_fsdp2(rank: int) -> None:
     """FSDP2 averages over one dim of the mesh, this sums over the other; over the same ranks it is refused."""
@@ -180,13 +164,12 @@ def test_sum_replicated_gradients_under_fsdp2(rank: int) -> None:
     x = torch.randn(4, 8, 4, 3, generator=torch.Generator().manual_seed(2))  # [batch, tokens, heads, head_dim]
     plain(x.flatten(-2)).square().mean().backward()
     layer = UlyssesOut.from_linear(plain, num_heads=4, group=(mesh, "model"))
-    over_the_same = Attention(copy.deepcopy(layer))
-    model = Attention(layer)
+    over_the_same, model = (nn.Sequential(OrderedDict(out=each)) for each in (copy.deepcopy(layer), layer))
     fully_shard(model, mesh=mesh["data"])
     mine = x.chunk(2, 0)[rank // 2].chunk(2, 2)[rank % 2]
     (model(mine).square().mean() / 2).backward()
     sum_replicated_gradients(model)
-    check_gradients(model.out, plain)
+    torch.testing.assert_close(gradients(model.out), gradients(plain), **CLOSE)
     whole = full_state_dict(model)
     assert torch.equal(whole["out.weight"], plain.weight)
 

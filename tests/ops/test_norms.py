@@ -1,7 +1,6 @@
 """Sums over the ranks with a residual and an RMSNorm behind: values, gradients, graphs, errors, given memory."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,11 +26,9 @@ OPS["two_shot"] = [*OPS["one_shot"], SCATTERS]
 ALGORITHMS = ["unfused", "chunked", "pipelined"]
 
 
-@contextmanager
-def way(name: str) -> Iterator[None]:
+def way(name: str) -> AbstractContextManager[object]:
     """How payloads of any size go."""
-    with mock.patch.object(norm, "goes_at_once", lambda *args: name == "one_shot"):
-        yield
+    return mock.patch.object(norm, "goes_at_once", lambda *args: name == "one_shot")
 
 
 def integers(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

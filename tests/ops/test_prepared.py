@@ -4,6 +4,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -165,12 +166,11 @@ def test_what_drops_plans(rank: int, how: str) -> None:
 
 @on_ranks(2)
 def test_a_layout_that_plans_do_not_know_has_none(rank: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment, "NUM_SLOTS", 2 * segment.NUM_SLOTS)
-        with started_group("chunked") as group, python_calls() as ran:
-            for seed in range(CALLS):
-                check(group, HEADS, call(group, HEADS, seed), seed)
-        assert len(ran) == CALLS
+    more_slots = mock.patch.object(segment, "NUM_SLOTS", 2 * segment.NUM_SLOTS)
+    with more_slots, started_group("chunked") as group, python_calls() as ran:
+        for seed in range(CALLS):
+            check(group, HEADS, call(group, HEADS, seed), seed)
+    assert len(ran) == CALLS
 
 
 @on_ranks(2)
@@ -243,8 +243,7 @@ def test_a_plan_that_is_made_while_others_go_is_dropped(rank: int) -> None:
 
     with started_group("chunked") as group:
         check(group, HEADS, call(group, HEADS))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prepared.Rescue, "__init__", late)
+        with mock.patch.object(prepared.Rescue, "__init__", late):
             check(group, HEADS, call(group, HEADS, 1), 1)
         assert num_prepared(group) == 0
         check_prepared(group, HEADS, torch.float32)

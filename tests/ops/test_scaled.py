@@ -204,10 +204,8 @@ def test_uneven(rank: int, algorithm: str, recipe: str) -> None:
     """Parts of rows, K and N of several sizes, one of them ragged, one empty."""
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
         for rows in ([1, 3], [0, 2]):
-            xs, w = (
-                [operand(r, recipe, (), rows[r], 150, 1) for r in (0, 1)],
-                operand(31 + rank, recipe, (), 9, 150, 128),
-            )
+            xs = [operand(r, recipe, (), rows[r], 150, 1) for r in (0, 1)]
+            w = operand(31 + rank, recipe, (), 9, 150, 128)
             gathered = torch.cat([x.exact for x in xs])
             got = scaled("all_gather_matmul", xs[rank], w, 0, gather_splits=rows)
             check(got, gathered @ w.exact.mT)

@@ -257,7 +257,6 @@ def test_blocks_of_one_size_are_no_matter_how_they_are_said() -> None:
 
 @on_ranks(4)
 def test_a_plan_is_equal_on_all_ranks(rank: int) -> None:
-    """Each has other parts."""
     one, four = into_attention(2048, 1, scatter=replicas(4, 1)), into_attention(2048, 4)
     skewed = into_attention(2003, 4, gather=(2000, 1, 1, 1))
     found = [case.explain(rank, None, 4).reason for case in (one, four, skewed)]

@@ -25,13 +25,7 @@ from tests.helpers.block_checks import interpreted
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-
-
-def examples_of(page: Path) -> list[str]:
-    return EXAMPLE.findall(page.read_text())
-
-
-EXAMPLES = {f"{page.stem}-{i}": code for page in PAGES for i, code in enumerate(examples_of(page))}
+EXAMPLES = {f"{page.stem}-{i}": code for page in PAGES for i, code in enumerate(EXAMPLE.findall(page.read_text()))}
 COMPILED = {name for name, code in EXAMPLES.items() if "compile" in code and "FakeStore" not in code}
 OTHER_PACKAGES = {name for name, code in EXAMPLES.items() if "\nfrom transformers" in code}
 ALONE = {name for name, code in EXAMPLES.items() if "FakeStore" in code}

@@ -39,14 +39,6 @@ Hook = Callable[..., None]
 Add = Callable[[Attention, Hook], Any]
 
 
-@contextmanager
-def removed_after(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def of_gradients(m: Attention, hook: Hook, *add: Callable[[Tensor], Any]) -> Any:
     """A hook on the x that layers get, or on views of it."""
 
@@ -98,8 +90,7 @@ def test_one_rank_watches(rank: int, layout: Any, kept: bool) -> None:
                 if "gradient-of" in name and "weight" not in name and rank > 0:
                     add(module, lambda *args: None)  # the same program, whose hook does nothing
                 elif rank == 0:
-                    handle = add(module, watch)
-                    stack.enter_context(removed_after(handle) if hasattr(handle, "remove") else handle)
+                    stack.enter_context(add(module, watch))
                 results.append(step(module, inputs(rank, sharded=layout == Shard(1)), module))
             if kept:
                 torch.optim.SGD(module.parameters(), lr=1.0).step()
@@ -203,7 +194,7 @@ def hooked(m: Attention, x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
 
 
 def pre_hooked(m: Attention, x: Tensor) -> Tensor:
-    with removed_after(m.k.register_forward_pre_hook(lambda module, args: args[0].clone())):
+    with m.k.register_forward_pre_hook(lambda module, args: args[0].clone()):
         return each_once(m, x)
 
 
@@ -212,7 +203,7 @@ def tripled(module: nn.Module, grads: Any, _: Any) -> Any:
 
 
 def backward_hooked(m: Attention, x: Tensor) -> Tensor:
-    with removed_after(m.k.register_full_backward_hook(tripled)):
+    with m.k.register_full_backward_hook(tripled):
         return each_once(m, x)
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 import fusedcomm.parallel as our_parallel
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared_attention import CLOSE, GATHER, REDUCE, SCATTER
+from tests.helpers.small_llama import whole
 from tests.helpers.spies import Dispatched
 
 K, N, BATCH, TOKENS = 8, 12, 2, 4
@@ -80,10 +81,6 @@ def part(t: Tensor, placement: Placement, rank: int, size: int) -> Tensor:
     return part.clone().requires_grad_()
 
 
-def whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
 def step(linear: nn.Linear, x: Tensor) -> tuple[list[Any], Dispatched]:
     with Dispatched() as spy:
         y = linear(x)
@@ -124,7 +121,7 @@ def test_an_x_that_all_ranks_hold(rank: int) -> None:
         linear(x).sum().backward()
     dist.barrier()
     x.requires_grad_()
-    weight, bias = (whole(t.detach()) for t in (linear.weight, linear.bias))
+    weight, bias = (whole(t) for t in (linear.weight, linear.bias))
     answers = []
     for y, leaf in ((linear(x), linear.weight), (nn.functional.linear(x, weight.requires_grad_(), bias), weight)):
         grads = torch.autograd.grad(y.square().sum(), (x, leaf), create_graph=True)

@@ -20,7 +20,6 @@ from tests.redistribution.test_redistribute import S0, P, R, Ranks, mesh_of
 
 
 def one_step(ranks: int, before: str, after: int | None) -> Step:
-    """The step of a [1] tensor."""
     path = tuple(world.sharding_of((1,), (ranks,), (each,)) for each in (before, after))
     (step,) = world.Plan(path, torch.float32).steps
     return step

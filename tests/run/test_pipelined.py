@@ -132,10 +132,9 @@ def test_it_is_refused_where_it_cannot_run(rank: int) -> None:
     with fusedcomm.force_algorithm("pipelined", strict=True):
         with pytest.raises(RuntimeError, match="cannot run as pipelined: float64 has no overlapped algorithm"):
             fusedcomm.matmul_all_reduce(x, w)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(planner.PIPELINED_BACKENDS, "cpu", "nccl")
-            with pytest.raises(RuntimeError, match="cannot run as pipelined: pipelined runs on nccl here, got gloo"):
-                fusedcomm.matmul_all_reduce(x.float(), w.float())
+        refused = pytest.raises(RuntimeError, match="cannot run as pipelined: pipelined runs on nccl here, got gloo")
+        with mock.patch.dict(planner.PIPELINED_BACKENDS, cpu="nccl"), refused:
+            fusedcomm.matmul_all_reduce(x.float(), w.float())
 
 
 @on_ranks(2)

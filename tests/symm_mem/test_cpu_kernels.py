@@ -65,20 +65,16 @@ def all_reduce(name: str) -> Program:
     return program
 
 
-def reduce_scatter(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
-    t.copy_(xs[rank])
-    want = summed(xs).chunk(len(xs), -1)[rank]
-    out = nan_like(want)
-    ops.reduce_scatter_out(t, NAME, True, out)
-    return out, want
+def reduce_scatter(split_last_dim: bool) -> Program:
+    def program(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+        t.copy_(xs[rank])
+        given, total = (each if split_last_dim else each.view(-1) for each in (t, summed(xs)))
+        want = total.chunk(len(xs), -1)[rank]
+        out = nan_like(want)
+        ops.reduce_scatter_out(given, NAME, split_last_dim, out)
+        return out, want
 
-
-def reduce_scatter_flat(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
-    t.copy_(xs[rank])
-    want = summed(xs).view(-1).chunk(len(xs))[rank]
-    out = nan_like(want)
-    ops.reduce_scatter_out(t.view(-1), NAME, False, out)
-    return out, want
+    return program
 
 
 def all_gather(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,13 +82,12 @@ def all_gather(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops._c10d_functional.wait_tensor(got), torch.cat([x.mT for x in xs])
 
 
-def low_contention_sum(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
-    return ops._low_contention_reduce_scatter(xs[rank].mT, "sum", NAME), summed(xs).mT.chunk(len(xs))[rank]
+def low_contention(op: str) -> Program:
+    def program(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
+        want = summed([x.float() for x in xs]) / (len(xs) if op == "avg" else 1)
+        return ops._low_contention_reduce_scatter(xs[rank].mT, op, NAME), want.to(t.dtype).mT.chunk(len(xs))[rank]
 
-
-def low_contention_avg(xs: list[Tensor], rank: int, t: Tensor) -> tuple[Tensor, Tensor]:
-    want = summed([x.float() for x in xs]) / len(xs)
-    return ops._low_contention_reduce_scatter(xs[rank].mT, "avg", NAME), want.to(t.dtype).mT.chunk(len(xs))[rank]
+    return program
 
 
 PROGRAMS: dict[str, Program] = {
@@ -103,10 +98,10 @@ PROGRAMS: dict[str, Program] = {
             *("one_shot_all_reduce_copy_out", "two_shot_all_reduce_", "two_shot_all_reduce_out"),
         )
     },
-    **{
-        program.__name__: program
-        for program in (reduce_scatter, reduce_scatter_flat, all_gather, low_contention_sum, low_contention_avg)
-    },
+    "reduce_scatter": reduce_scatter(split_last_dim=True),
+    "reduce_scatter_flat": reduce_scatter(split_last_dim=False),
+    "all_gather": all_gather,
+    **{f"low_contention_{op}": low_contention(op) for op in ("sum", "avg")},
 }
 
 

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -79,7 +80,7 @@ SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "demo.json").read_t
 
 def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *options: str) -> tuple[int, str, str]:
     """Run a small demo, with one wrong element on ``wrong_rank``. This rank has RANK and a group, as under torchrun."""
-    sizes_of, ours = demo.sizes_of, fusedcomm.matmul_all_to_all
+    ours = fusedcomm.matmul_all_to_all
 
     def wrong(*args: object, **kwargs: object) -> Tensor:
         y = ours(*args, **kwargs)  # type: ignore[arg-type]
@@ -87,13 +88,11 @@ def small_demo_with_one_wrong_element(rank: int, wrong_rank: int | None, *option
             y[0, 3, 1, 2] += 1
         return y
 
+    small = mock.patch.object(demo, "sizes_of", lambda *args: ProgramSizes(1, 2, 9, 16, 64, 16))
+    planted = mock.patch.object(fusedcomm, "matmul_all_to_all", wrong)
     out, err = io.StringIO(), io.StringIO()
-    demo.sizes_of, fusedcomm.matmul_all_to_all = lambda *args: ProgramSizes(1, 2, 9, 16, 64, 16), wrong  # type: ignore[assignment]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["demo", "--rounds", "2", "--device", "cpu", *options])
-    finally:
-        demo.sizes_of, fusedcomm.matmul_all_to_all = sizes_of, ours
+    with small, planted, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["demo", "--rounds", "2", "--device", "cpu", *options])
     return code, out.getvalue(), err.getvalue()
 
 

@@ -149,7 +149,6 @@ def come(rank: int, file: Path, last: int) -> tuple[int, str] | None:
 
 
 def test_in_ranks_of_torchrun_rank_0_tells_of_all(ranks: Ranks, tmp_path: Path) -> None:
-    """The ranks have RANK and a group, as under torchrun."""
     (code_0, out_0), (code_1, out_1) = ranks(2).run(come, tmp_path / "x", 1)
     assert (code_0, code_1, out_1) == (0, 0, "") and "2 ranks have the same versions and settings" in out_0
     assert "checks" not in levels(tmp_path / "x")

@@ -68,8 +68,7 @@ def wait_until_dead(pids: list[int], timeout_s: float = 60) -> None:
 @pytest.fixture(scope="module")
 def spawned() -> Iterator[None]:
     """The ranks are started as those of users are; other tests fork theirs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_start", fork_server.spawn)
+    with mock.patch.object(ranks, "_start", fork_server.spawn):
         yield
 
 

@@ -41,6 +41,15 @@ def test_worlds_are_bounded_by_the_cpus(
 @pytest.mark.parametrize(
     ("command", "text"),
     [
+        (["bench", "ops", "--graph", "--device", "cpu"], "bench: --graph replays CUDA graphs: it needs --device cuda"),
+        (["bench", "ops", "-b", "2M", "-e", "1M"], "--maxbytes must be at least --minbytes, got 2097152 to 1048576"),
+        (["bench", "ops", "--shape", "36", "16", "24", "-b", "1M"], "--shape and --minbytes both say the sizes"),
+        (
+            ["bench", "ops", "-b", "3", "-e", "5", "--dtype", "float32"],
+            "--minbytes must be at least 16384, the smallest size of matmul_all_to_all in float32 here, got 3; ",
+        ),
+        (["bench", "ops", "--json", "/nowhere/x.json"], "--json /nowhere/x.json: No such file or directory"),
+        (["bench", "ops", "--device", "cuda", "--world-size", "64"], "--device cuda: each rank needs a GPU of its own"),
         (["bench", "overhead", "--world-size", "1"], "--world-size must be at least 2, got 1"),
         (["bench", "moe", "--experts", "3"], "--experts must be a multiple of 2 ranks and at least --k, 2, got 3"),
         (["bench", "moe", "--k", "10"], "--experts must be a multiple of 2 ranks and at least --k, 10, got 8"),
@@ -58,7 +67,8 @@ def test_wrong_arguments_are_refused_before_any_rank_starts(
     monkeypatch.setattr(world, "ranks", None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert main(command) == 2
-    assert text in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out == "" and text in captured.err
 
 
 def test_the_size_must_be_that_of_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

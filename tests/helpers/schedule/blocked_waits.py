@@ -17,7 +17,7 @@ def blocked_waits(order: HappensBefore, num_sms: int = NUM_SMS) -> list[str]:
     """One text for each circle. A kernel of the package needs room for one program, one of NCCL for all."""
     blocking: dict[int, list[Node]] = defaultdict(list)  # by id of a kernel's first step
     for steps, holders in _without_room(order, num_sms):
-        blocking[id(steps[0])] += [_last_wait(other) for other in holders]
+        blocking[id(steps[0])] += [[node for node in other if node.step.waits][-1] for other in holders]
     return _circles(order, blocking)
 
 
@@ -88,10 +88,6 @@ def _has_room(operation: Operation, holders: Sequence[Operation], num_sms: int) 
         gpu.place(footprint(holder), holder.num_programs)
     needed = operation.num_programs if operation.kind is Kind.COLLECTIVE else 1
     return len(gpu.place(footprint(operation), needed)) == needed
-
-
-def _last_wait(steps: Sequence[Node]) -> Node:
-    return [node for node in steps if node.step.waits][-1]
 
 
 def _circles(order: HappensBefore, blocking: dict[int, list[Node]]) -> list[str]:
