@@ -8,7 +8,7 @@ import pytest
 from tests.faults.cells import CELLS, Cell, select
 from tests.faults.controls import CONTROLS, NO_DEADLINE, off_in_its_cell
 from tests.faults.judge import OTHER_ERROR, PEER_ERROR, RIGHT, SLACK_S, WRONG, CallOutcome, RankReport, Verdict, judge
-from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, SCALED
+from tests.faults.known_calls import COMBINE, DISPATCH, NORMS, PRODUCTS, SCALED
 from tests.faults.matrix import run_cells
 from tests.helpers.problems import OPS
 
@@ -22,6 +22,7 @@ SLICE = select(
         "chunked/scaled_all_gather_matmul/raise/read",
         "chunked/moe_dispatch/kill/rows",
         "fused/moe_combine/stop/launch-return_rows",
+        "fused/grouped_matmul_combine/stop/launch-grouped_matmul",
         "unfused/matmul_reduce_scatter/kill/call",
         "pipelined/all_gather_matmul/raise/call",
         "chunked/all_gather_matmul/drop/signal",
@@ -77,7 +78,7 @@ def test_the_whole_matrix(part: int) -> None:
 
 
 def test_a_cell_is_found_by_its_name_alone() -> None:
-    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, *NORMS, SCALED, DISPATCH, COMBINE}
+    assert len(CELLS) >= 300 and {cell.op for cell in CELLS} == {*OPS, *NORMS, SCALED, DISPATCH, COMBINE, PRODUCTS}
     assert [cells for cell in CELLS[::10] if (cells := select([str(cell)])) != [cell]] == []
 
 
