@@ -379,4 +379,4 @@ _logged: set[tuple[str, str]] = set()
 def log_fallback(op: str, reason: str, algorithm: str = "unfused") -> None:
     if (op, reason) not in _logged:
         _logged.add((op, reason))
-        log.warning("%s runs %s: %s", op, algorithm, reason)
+        log.warning("%s runs unfused: %s" if algorithm == "unfused" else "%s runs pipelined: %s", op, reason)

@@ -41,7 +41,6 @@ NUM_SMS = 132
 ARCHITECTURES = (80, 90, 100)
 # programs; others: 1
 IN_SM = {"reduce_kernel": 2, "norm_kernel": 2, "send_rows_kernel": 4, "return_rows_kernel": 4, "add_rows_kernel": 2}
-IN_SM |= {"take_rows_kernel": 2}  # of a piece
 
 WIDTHS = {16: "v4.b32", 8: "v2.b32", 4: "b32", 2: "b16"}  # in bytes; words of the protocol are b64
 COUNTED = {

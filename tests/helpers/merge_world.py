@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedcomm.compile.graph.collectives import STARTS, functional
 from fusedcomm.compile.merge.flattened_mesh import FlattenedMesh, flatten
@@ -50,8 +51,6 @@ class World:
 @contextmanager
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """A default group without peers, of torch's backend "fake"."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
