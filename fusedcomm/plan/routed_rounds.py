@@ -208,7 +208,7 @@ def _take(s: Builder, kind: str, rows: Tensor, routing: Routing, scored: bool, p
     static = scored, unit(rows.itemsize, n), config, piece
     arguments = *map(s.place, (rows, first, filled)), Table(), *sizes, *launches.of_round(s), *static
     num_tiles = -(-capacity // config.block_runs) * -(-n // config.block_inner)
-    _launch(s, "take_rows", kind, num_tiles, 2 if kind == "rows beside" else 1, arguments, config.num_warps)
+    _launch(s, "take_rows", kind, num_tiles, 1, arguments, config.num_warps)
 
 
 def _launch(
@@ -218,6 +218,6 @@ def _launch(
     alone = kind != "copy-out beside" and not s.device.shares_gpu
     num_programs = launches.programs(s, kind, max(1, num_tiles), in_sm if alone else 1)
     options = {"num_warps": num_warps}
-    if in_sm > 1:
+    if in_sm > 1 or kind == "rows beside":  # otherwise ptxas may spill, as in `launches`
         options["maxnreg"] = launches.REGISTERS // (in_sm * 32 * max(8, num_warps))
     launches.launch(s, f"token_rows.{name}_kernel", num_programs, arguments, **options)

@@ -158,8 +158,7 @@ def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
         aside = ("gather_matmul_kernel", "pack_kernel", "unpack_kernel")
         assert kernel["stack"] <= (8 if kernel["kernel"] in aside else 0), name
         assert kernel["shared"] <= SHARED_BYTES[arch], (name, kernel["shared"])
-        others = {"reduce of 8 ranks bias": 1, "add rows odd": 1, "take rows of a piece": 2}
-        in_sm = others.get(name) or IN_SM.get(kernel["kernel"], 1)
+        in_sm = 1 if name in ("reduce of 8 ranks bias", "add rows odd") else IN_SM.get(kernel["kernel"], 1)
         assert in_sm * kernel["registers"] * kernel["num_warps"] * 32 <= REGISTERS, name
 
 
