@@ -217,7 +217,5 @@ def _launch(
     """At least one program signals, or ends the round. Those that wait leave room where ranks share a GPU."""
     alone = kind != "copy-out beside" and not s.device.shares_gpu
     num_programs = launches.programs(s, kind, max(1, num_tiles), in_sm if alone else 1)
-    options = {"num_warps": num_warps}
-    if in_sm > 1 or kind == "rows beside":  # otherwise ptxas may spill, as in `launches`
-        options["maxnreg"] = launches.REGISTERS // (in_sm * 32 * max(8, num_warps))
-    launches.launch(s, f"token_rows.{name}_kernel", num_programs, arguments, **options)
+    most = min(launches.ALL_REGISTERS, launches.REGISTERS // (in_sm * 32 * num_warps))
+    launches.launch(s, f"token_rows.{name}_kernel", num_programs, arguments, num_warps=num_warps, maxnreg=most)

@@ -3,8 +3,8 @@
 Only this file deals with PTX and with differences between the GPU and the Triton interpreter.
 
 Control flow must be the same in all threads of a program, and two threads that load a word that a peer is about to
-write, or read the clock, may see different values. So the condition of each branch comes from an atomic: one thread
-executes it and Triton hands its result to the whole block.
+write, or read the clock, may see different values. So the condition of each branch comes from an atomic, which one
+thread executes and Triton hands to the whole block, or from `any_thread`.
 """
 
 import time
@@ -37,6 +37,7 @@ ABANDONED = tl.constexpr(4)
 ENDED = tl.constexpr(6)
 RECORD_COMPLETE = tl.constexpr(2)
 RECORD_WORDS = tl.constexpr(8)
+POLLS = tl.constexpr(1 if knobs.runtime.interpret else 16)  # of a flag between two looks at who has given up
 
 if knobs.runtime.interpret:
 
@@ -200,6 +201,60 @@ def poll(ptrs, mask=None):
 
 
 @triton.jit
+def acquired(ptr, COUNT: tl.constexpr, other):
+    """COUNT words, acquired at system scope, each by one thread, for `any_thread`; the other threads get ``other``.
+
+    Atomics of all programs would queue up where peers write. The interpreter gives a block.
+    """
+    tl.static_assert(COUNT <= 32)  # threads of the smallest kernels
+    if INTERPRET:
+        steps = tl.arange(0, triton.next_power_of_2(COUNT))
+        words = tl.where(steps < COUNT, poll(ptr + steps, steps < COUNT), other)
+    else:
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .pred taken;
+            .reg .b32 thread;
+            .reg .b64 at, found;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 taken, thread, $2;
+            mad.wide.u32 at, thread, 8, $1;
+            mov.b64 found, $3;
+            @taken ld.acquire.sys.global.b64 found, [at];
+            mov.b64 $0, found;
+            }""",
+            "=l,l,r,l,~{memory}",
+            [ptr.to(tl.int64), COUNT, tl.cast(other, tl.int64)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return words
+
+
+@triton.jit
+def any_thread(condition):
+    """Whether ``condition`` holds in any thread, for all of them: a `block_barrier`, which waits for loads too."""
+    if INTERPRET:
+        found = tl.max(condition.to(tl.int32), axis=0)
+    else:
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .pred some;
+            setp.ne.b32 some, $1, 0;
+            bar.red.or.pred some, 0, some;
+            selp.b32 $0, 1, 0, some;
+            }""",
+            "=r,r,~{memory}",
+            [condition.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return found != 0
+
+
+@triton.jit
 def poll_broken(round, expired, LAYOUT: tl.constexpr):
     """Whether any rank has given up on this workspace by ``round``. If ``expired``, this rank gives it up too.
 
@@ -220,25 +275,6 @@ def poll_broken(round, expired, LAYOUT: tl.constexpr):
 def given_up(words, epoch):
     """Whether broken[src] says so: it is kind | epoch << 8, or 0 while src_rank goes on."""
     return (words != 0) & ((words >> KIND_BITS) <= epoch)
-
-
-@triton.jit
-def wait(flag_ptr, round, skip, LAYOUT: tl.constexpr):
-    """Acquire the flag that a peer sets by ``signal`` in ``round``; returns its last value.
-
-    It ends early if the workspace is broken, or if its time-out is over, which breaks it. With ``skip`` it looks only
-    once.
-    """
-    deadline = tl.load(word(round.segment, TIMEOUT)) + clock_ns()
-    flag = poll(flag_ptr)
-    waiting = ((flag >> FINGERPRINT_BITS) < round.epoch) & (skip == 0)
-    while waiting:
-        back_off()
-        broken = poll_broken(round, clock_ns() > deadline, LAYOUT)
-        flag = poll(flag_ptr)
-        waiting = ((flag >> FINGERPRINT_BITS) < round.epoch) & (broken == 0)
-    block_barrier()  # the loads of all threads come after the acquire of one
-    return flag
 
 
 @triton.jit
@@ -318,7 +354,8 @@ def is_broken(round, LAYOUT: tl.constexpr):
     Readers ask after their last read. The stores that needed the data come before the barrier, so the data are read.
     """
     block_barrier()
-    return poll_broken(round, False, LAYOUT)
+    words = acquired(word(round.segment, BROKEN), LAYOUT.group_size, 0)
+    return any_thread(given_up(words, round.epoch))
 
 
 @triton.jit
@@ -400,21 +437,38 @@ def source_rank(step, rank, LAYOUT: tl.constexpr):
 
 @triton.jit
 def wait_source(src_rank, round, failed, LAYOUT: tl.constexpr):
-    """Wait, bounded, for src_rank's signal. Returns whether the round has failed by now; if it had, looks only once."""
-    flag = wait(flags_of(round.segment, round.epoch, LAYOUT) + src_rank, round, failed, LAYOUT)
-    return failed | (flag != flag_value(round.epoch, round.fingerprint))
+    """Wait, bounded, for src_rank's `signal`. Returns whether the round has failed by now; if it had, looks only once.
+
+    It ends early if the workspace is broken, or if its time-out is over, which breaks it.
+    """
+    flag_ptr = flags_of(round.segment, round.epoch, LAYOUT) + src_rank
+    expected = flag_value(round.epoch, round.fingerprint)
+    deadline = tl.load(word(round.segment, TIMEOUT)) + clock_ns()
+    late, wrong = _compared(flag_ptr, round.epoch, expected)
+    stops = failed
+    polls = 0
+    while late & (stops == 0):
+        back_off()
+        polls += 1
+        if polls % POLLS == 0:
+            stops = poll_broken(round, clock_ns() > deadline, LAYOUT)
+        late, wrong = _compared(flag_ptr, round.epoch, expected)
+    return failed | wrong
+
+
+@triton.jit
+def _compared(flag_ptr, epoch, expected):
+    """Whether a flag is of an earlier round than ``epoch``, and whether it is another than expected."""
+    flag = acquired(flag_ptr, 1, expected)
+    return any_thread((flag >> FINGERPRINT_BITS) < epoch), any_thread(flag != expected)
 
 
 @triton.jit
 def all_there(round, LAYOUT: tl.constexpr):
     """Whether every source has signalled, by one look at all flags: as if `wait_source` had been called for each."""
-    RANKS: tl.constexpr = triton.next_power_of_2(LAYOUT.group_size)
-    ranks = tl.arange(0, RANKS)
-    mask = ranks < LAYOUT.group_size
-    flags = poll(flags_of(round.segment, round.epoch, LAYOUT) + ranks, mask)
-    missing = tl.max((mask & (flags != flag_value(round.epoch, round.fingerprint))).to(tl.int32), axis=0)
-    block_barrier()  # the loads of all threads come after the acquires of some
-    return missing == 0
+    expected = flag_value(round.epoch, round.fingerprint)
+    flags = acquired(flags_of(round.segment, round.epoch, LAYOUT), LAYOUT.group_size, expected)
+    return any_thread(flags != expected) == 0
 
 
 @triton.jit

@@ -56,9 +56,7 @@ FUSED = {
         )
     },
     "signal": "fusedcomm.kernels.triton.primitives:signal",
-    # One look at all flags, or one flag
-    "wait": "fusedcomm.kernels.triton.copy:all_there fusedcomm.kernels.triton.primitives:all_there"
-    " fusedcomm.kernels.triton.primitives:wait",
+    "wait": "fusedcomm.kernels.triton.primitives:acquired",
     "end": "fusedcomm.memory.workspace:Workspace.launched",
     "result": "fusedcomm.memory.workspace:Workspace.empty",
 }

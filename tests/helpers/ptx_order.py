@@ -3,9 +3,9 @@
 This follows every path through a kernel with a few facts about what has happened on it. All of these must hold:
 
     data stores -> bar.sync -> counter (acq_rel.gpu) -> bar.sync -> flag (release.sys)    a push
-    poll (acquire.sys) -> bar.sync -> data loads, cp.async too                            reads
+    poll (acquire.sys) -> bar.red, bar.sync -> data loads, cp.async too                   reads
     cp.async -> wait_group -> bar.sync -> fence.proxy.async -> wgmma or tcgen05.mma       chunks to tensor cores
-    poll (acquire.sys) -> bar.sync -> fence.proxy.async of global memory -> TMA load      chunks by TMA
+    poll (acquire.sys) -> bar.red -> fence.proxy.async of global memory -> TMA load       chunks by TMA
     TMA load -> mbarrier wait -> wgmma                                                    any box to tensor cores
 
 TMA loads of three dims read chunks, those of two this rank's operands. Stores of the async proxy (TMA) must be
@@ -22,6 +22,7 @@ from pathlib import Path
 
 _LABEL = re.compile(r"^([\w$]+):(?!:)")
 _OPERATION = re.compile(r"^(@!?%?\w+\s+)?([\w.:]+)\s*(.*)$")
+_BARRIERS = ("bar.sync", "bar.red", "barrier.sync", "barrier.cta.sync")
 _WORD = re.compile(r"\.[bus]64$")
 _STRENGTH = {"weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "cta", "cluster", "gpu", "sys"}
 _STRONG_ENOUGH = {  # how words that ranks or programs share may be accessed
@@ -103,7 +104,7 @@ def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) ->
     op = instruction.op
     if not _is_strong_enough(op):
         return facts, Rule.STRENGTH
-    if op.startswith(("bar.sync", "barrier.sync", "barrier.cta.sync")):
+    if op.startswith(_BARRIERS):
         return _behind_barrier(facts), None
     if op.startswith(("ld", "atom")) and "acquire" in op and ".or" not in op:
         return replace(facts, polled=True, acquired=False, proxied=False), None
@@ -243,7 +244,6 @@ def _source(place: str, places: dict[str, str]) -> str:
 
 
 _MULTIPLIES = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "fma.rn.f32")
-_BARRIERS = ("bar.sync", "barrier.sync", "barrier.cta.sync")
 
 Graph = dict[int, list[int]]  # an instruction's index, and what may follow it
 

@@ -154,8 +154,8 @@ def test_waits_sleep_between_polls(compiled: Compiled) -> None:
 def test_no_spills_and_within_the_budget(compiled: Compiled, arch: int) -> None:
     for name, kernel in compiled.items():
         assert kernel["counts"]["local"] == 0 and kernel["spills_in_loops"] == 0, name
-        # Triton 3.6 may put two words aside between loops, and in the copies
-        aside = ("gather_matmul_kernel", "pack_kernel", "unpack_kernel")
+        # Triton 3.6 may put two words aside between loops, in the copies, and for the record of a failure
+        aside = ("gather_matmul_kernel", "pack_kernel", "unpack_kernel", "reduce_norm_kernel")
         assert kernel["stack"] <= (8 if kernel["kernel"] in aside else 0), name
         assert kernel["shared"] <= SHARED_BYTES[arch], (name, kernel["shared"])
         in_sm = 1 if name in ("reduce of 8 ranks bias", "add rows odd") else IN_SM.get(kernel["kernel"], 1)

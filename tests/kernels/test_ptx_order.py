@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 COUNTER, FLAG = r"atom\.global\.gpu\.acq_rel\.add", r"atom\.global\.sys\.release\.exch"
 POINTERS = "gather ragged"  # chunks and w by pointer, on every architecture
-POLL = r"(?:ld|atom)\.global\.sys\.acquire(?:\.add)?\.(?:u|b)64"
+POLL = r"ld\.acquire\.sys\.global\.b64"
 STORE = "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r1, %r1, %r1 };"
 TMA_STORE = (
     "cp.async.bulk.tensor.2d.global.shared::cta [%rd1, {%r1, %r1}], [%r1]; cp.async.bulk.wait_group.read 0; bar.sync 0;"
@@ -31,14 +31,14 @@ class Mutant(NamedTuple):
     which: int | None = None  # index of the match that changes; None: all do
 
 
-BARRIERS, FENCES = r"bar\.sync\s+0;", r"fence\.proxy\.async\S*;"
+BARRIERS, FENCES = r"bar\.(?:sync\s+0|red\.or\.pred\s+some, 0, some);", r"fence\.proxy\.async\S*;"
 MUTANTS = {
     "flag at the scope of one GPU": Mutant("push", Rule.STRENGTH, FLAG, "atom.global.gpu.release.exch", -1),
     "relaxed flag": Mutant("push", Rule.STRENGTH, FLAG, "atom.global.sys.relaxed.exch", -1),
     "counter of one block": Mutant("push", Rule.STRENGTH, COUNTER, "atom.global.cta.acq_rel.add", -1),
     "relaxed counter": Mutant("pack", Rule.STRENGTH, COUNTER, "atom.global.gpu.relaxed.add", -1),
-    "relaxed poll in the loop": Mutant("unpack", Rule.STRENGTH, POLL, "atom.global.sys.relaxed.add.u64", 1),
-    "poll at the scope of one GPU": Mutant("gather", Rule.STRENGTH, POLL, "atom.global.gpu.acquire.add.u64", 1),
+    "relaxed poll in the loop": Mutant("unpack", Rule.STRENGTH, POLL, "ld.relaxed.sys.global.b64", 1),
+    "poll at the scope of one GPU": Mutant("gather", Rule.STRENGTH, POLL, "ld.acquire.gpu.global.b64", 1),
     "plain poll in the loop": Mutant("gather", Rule.READ, POLL, "ld.global.b64", 1),
     "relaxed look at who has given up": Mutant("reduce", Rule.STRENGTH, r"sys\.acquire\.or", "sys.relaxed.or", 0),
     "record claimed in one block": Mutant("unpack", Rule.STRENGTH, r"acq_rel\.gpu\.cas", "acq_rel.cta.cas", 0),

@@ -12,7 +12,7 @@ MIRRORED: Mirrors = {
         "kernels/triton/primitives.py": (
             "next_round slot_of end_round report report_all signal_peer signal_peers source_rank all_there wait_all "
             "wait_source flags_of flag_value",
-            "84bcaba1d8b1",
+            "0c39f0d68f8c",
         ),
     },
     "words._Rows": {
@@ -30,8 +30,8 @@ MIRRORED: Mirrors = {
         "kernels/cpu/rounds.h": ("signal flag wait slot slot_offset end", "29752478fafa"),
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
         "kernels/triton/primitives.py": (
-            "signal wait poll poll_broken is_broken given_up give_up_earlier must_poison next_push",
-            "ce57c1748a6f",
+            "signal acquired any_thread poll poll_broken is_broken given_up give_up_earlier must_poison next_push",
+            "7d7df60154dd",
         ),
     },
     "model.ProtocolModel: failures and resets": {
