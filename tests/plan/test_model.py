@@ -23,6 +23,7 @@ from fusedcomm.plan.geometry import norm, shapes
 from fusedcomm.plan.geometry.cut import Cut, Splits, parts_of_sizes
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.scaling import Scaled
+from tests.helpers import predicted_ops
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 KINDS = tuple(model.KINDS.values())
@@ -206,6 +207,11 @@ def test_default_numbers_say_how_long_whole_ops_took(call: gpu_calls.GpuCall, mo
     where = f"op speed/{case.op}" if case.name == "speed" else f"start program/{case.name}"
     for algorithm in ("chunked", "fused") if case.name != "backward" else ("chunked",):
         assert 1e3 * found[algorithm] == pytest.approx(WHOLE[where]["found"][f"{algorithm}_ms"], rel=0.15), algorithm
+
+
+def test_the_page_has_what_is_predicted_between_gpus() -> None:
+    """`python -m tests.helpers.predicted_ops` prints the table."""
+    assert predicted_ops.table() in (RESULTS.parents[1] / "docs" / "status.md").read_text()
 
 
 SCALED = json.loads((RESULTS / "gpu-h200-2026-11-27-scaled.json").read_text())["cases"]
