@@ -15,12 +15,12 @@ pytest.importorskip("triton")
 from fusedcomm.plan import launches
 from fusedcomm.plan.geometry.exchange import Exchange
 from fusedcomm.plan.schedule import Base, Place, Stream
-from tests.helpers.problems import Problem
+from tests.helpers.problems import GATHERS, Problem
 from tests.helpers.schedule import start_program
 from tests.helpers.schedule.blocked_waits import blocked_waits
 from tests.helpers.schedule.happens_before import HappensBefore, races
 from tests.helpers.schedule.operations import Enqueued, Flag, Kind, Operation, Step, Work
-from tests.helpers.schedule.programs import GPU, Calls, World, calls
+from tests.helpers.schedule.programs import GPU, Calls, World, calls, exchange_of, memory_of
 from tests.helpers.schedule.rates import H200, H200_WITH_ROOM, Rates
 from tests.helpers.schedule.region import Region, region
 from tests.helpers.schedule.simulator import simulate
@@ -115,6 +115,28 @@ def test_an_own_chunk_that_stays_in_x_saves_time(rows: int, n: int, us: int, sen
     assert gather_us(rows, n) == pytest.approx(us, abs=0.5)
     with mock.patch.object(Exchange, "splits_columns", True):  # the own chunk is sent as if K were gathered
         assert gather_us(rows, n) == pytest.approx(sent_us, abs=0.5)
+
+
+BEHIND = {  # chunks copied behind the last tile, `fused` and `chunked`, as docs/ops.md says; a sum is 2.5 copies
+    Problem("push", (512, 256), 256, 0, 1): (4, 3),
+    Problem("sum", (2048, 256), 512, scatter_dim=0, op="matmul_reduce_scatter"): (2.5, 2.5),
+    Problem("sums", (2048, 256), 512, op="matmul_all_reduce"): (2.5 + 1 + 4, 2.5 + 4),  # the own sum by pack, or copied
+    Problem("rows", (2048, 512), 512, 0, op="all_gather_matmul"): (3, 0),
+    Problem("k", (2048, 1024), 512, 1, 0, op="all_to_all_matmul"): (4, 0),
+}
+
+
+@pytest.mark.parametrize("problem", BEHIND, ids=str)
+@pytest.mark.parametrize("algorithm", ["fused", "chunked"])
+def test_bytes_left_behind_the_matmul(problem: Problem, algorithm: str) -> None:
+    """Of a gather those of its by-product alone."""
+    for by_product in (True, False)[: 1 + (problem.op in GATHERS)]:
+        (rank, *_) = World(4, 1 << 30, algorithm).enqueue(lambda call, by=by_product: call(problem, by_product=by))
+        steps = [step for operation in rank.operations for step in operation.steps]
+        last = max(i for i, step in enumerate(steps) if step.work.flops)
+        chunk_bytes = 2 * exchange_of(problem, memory_of(0, 4, 1 << 30)).chunk_numel
+        behind = sum(step.work.copied for step in steps[last + 1 :]) / chunk_bytes
+        assert behind == (BEHIND[problem][algorithm == "chunked"] if by_product else 0)
 
 
 @pytest.mark.thorough

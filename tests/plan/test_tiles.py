@@ -1,5 +1,8 @@
 """The tile that the table of sm_90 gives a matmul, against what an H200 took with each."""
 
+import random
+import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +59,23 @@ def test_waves_count() -> None:
     """One tile more than multiprocessors takes a second wave, which smaller tiles do not."""
     assert chosen(128 * 12, 256 * 11, 4096)[:2] == (128, 256)
     assert chosen(128 * 12 + 1, 256 * 11, 4096)[:2] == (128, 128)
+
+
+def test_no_other_tile_is_faster_over_500_shapes() -> None:
+    """By the measured costs. The rule before was the largest tile that gives every program work."""
+    generator, table = random.Random(0), tiles._HALF[90]
+    gains: list[tuple[float, ...]] = []  # over that rule, and over the largest tile
+    for _ in range(500):
+        rows, columns = (64 * generator.randint(8, 128) for _ in range(2))
+        k, count = 1024 << generator.randrange(4), 1 << generator.randrange(4)
+        shape = replace(shape_of(rows // count, columns, k), count=count)
+        costs = {each.config: tiles.cost(each, shape, H200_SMS) for each in table}
+        busy = (each for each in costs if tiles.num_tiles(each, shape) * count >= H200_SMS)
+        others = costs[next(busy, table[-1].config)], costs[table[0].config]
+        found = costs[tiles.matmul_config(90, torch.bfloat16, shape, H200_SMS, True, False)]
+        assert found == min(costs.values())
+        gains.append(tuple(each / found for each in others))
+    assert [round(statistics.geometric_mean(each), 2) for each in zip(*gains, strict=True)] == [1.06, 1.09]
 
 
 def test_rows_that_straddle_lines_take_wide_tiles() -> None:

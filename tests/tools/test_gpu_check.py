@@ -140,8 +140,8 @@ def test_the_committed_result_fills_every_row_of_speeds_and_finds_what_is_worse(
     names, cases = results.last_cases("NVIDIA H200")
     assert names[0] == "gpu-h200-2026-11-26.json" and cases["processes/2 ranks chunked"]["ok"]
     lines = speeds.lines(results.found_in(cases))
-    missing = {row.name for row in speeds.TABLE} - {line.partition(": ")[0] for line in lines}
-    assert not missing
+    for row, line in zip(speeds.TABLE, lines, strict=True):
+        assert line.startswith(f"{row.name}: ") and line.endswith(f" (goal: {row.goal}; bound: {row.bound})")
     push = "kernel speed/push 8192 x 4096 x 4096"
     recorded = {"gpu": "NVIDIA H200", "run": {"date": "2026-11-28T"}, "cases": {push: cases[push]}}
     assert results.compared(recorded)[-1].endswith("nothing is worse.")

@@ -361,19 +361,19 @@ class TimedCall:
 
     def _fused_gather(self, sent: float, by_copy: bool) -> float:
         constants, rows = self.constants, not self.exchange.splits_columns
+        sends = sent / (constants.link_bandwidth if by_copy else constants.store_bandwidth)
         if self.by_cublas or self.exchange.is_plain:
-            sends = sent / (constants.link_bandwidth if by_copy else constants.store_bandwidth)
             return constants.copy_overhead + sends + constants.unpack(self.all_bytes) + self.matmul()
         if rows:
             matmul = self.chunk_matmul() + self.chunk_matmul(self.num_ranks - 1, fused=True)
         else:
             matmul = self.matmul(fused=True)
-        if not by_copy:
-            return constants.copy_overhead + sent / constants.store_bandwidth + matmul
+        if not by_copy:  # the own chunk of K is packed too
+            packed = 0.0 if rows else self.all_bytes / constants.unpack_bandwidth
+            return constants.copy_overhead + max(sends, packed) + matmul
         if rows:
-            return constants.copy_overhead + max(matmul, sent / constants.link_bandwidth)
-        late = max(0.0, sent / constants.link_bandwidth - matmul / self._waves())
-        return constants.copy(self.chunk_bytes) + matmul + late
+            return constants.copy_overhead + max(matmul, sends)
+        return constants.copy(self.chunk_bytes) + matmul + max(0.0, sends - matmul / self._waves())
 
     def _chunked_push(self) -> float:
         constants, others = self.constants, self.num_ranks - 1
