@@ -10,6 +10,7 @@ On a CPU a matmul writes into the peer's slot. On a GPU it writes staging memory
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder
@@ -40,7 +41,7 @@ def push_matmul(
 
 def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``."""
-    matmul, rounds, moves, out = _begin(s, exchange, terms)
+    matmul, rounds, moves, out = _begin(s, exchange, terms, "chunked")
     for spans in rounds:
         moves.push(spans, matmul)
         beside = spans is not rounds[-1]
@@ -49,12 +50,13 @@ def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     return out
 
 
-def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
+def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms, algorithm: str = "chunked") -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums.
 
-    The owner of a block adds its part of the residual, which all ranks share. The norm is a GPU's.
+    The owner of a block adds its part of the residual, which all ranks share. The norm is a GPU's. ``algorithm``: the
+    rounds are those of its calls.
     """
-    matmul, rounds, moves, out = _begin(s, exchange, terms)
+    matmul, rounds, moves, out = _begin(s, exchange, terms, algorithm)
     reduced = _own_block(s, exchange, out)
     residual = None if terms.residual is None else own_part(s, exchange, terms.residual)
     for spans in rounds:
@@ -69,10 +71,12 @@ def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     return out
 
 
-def _begin(s: Builder, exchange: Exchange, terms: Terms) -> tuple[PushedMatmul, list[RoundSpans], Moves, Tensor]:
+def _begin(
+    s: Builder, exchange: Exchange, terms: Terms, algorithm: str
+) -> tuple[PushedMatmul, list[RoundSpans], Moves, Tensor]:
     dtype, out = terms.x.dtype, terms.out
     matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
-    rounds = exchange.rounds(s.max_chunk_numel(dtype))
+    rounds = _rounds(s, exchange, dtype, algorithm)
     moves = Moves(s, dtype, len(rounds))
     return matmul, rounds, moves, s.result(exchange.out_shape, dtype) if out is None else out
 
@@ -91,8 +95,7 @@ def gather_matmul(
     matmuls = [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
     by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows or exchange.is_plain
-    device_type = "cuda" if s.device.is_gpu else "cpu"
-    rounds = exchange.rounds_of("chunked", device_type, x.itemsize, s.max_chunk_numel(x.dtype))
+    rounds = _rounds(s, exchange, x.dtype, "chunked")
     moves = Moves(s, x.dtype, len(rounds))
     gathered = s.result(exchange.shape, x.dtype) if return_gathered or by_round or at_end else None
     for spans in rounds:
@@ -144,6 +147,11 @@ def _multiply_from(
     for matmul in matmuls:
         with s.lane("matmul", src_rank):
             matmul.multiply(spans, src_rank, chunk, gathered, first=src_rank == s.rank)
+
+
+def _rounds(s: Builder, exchange: Exchange, dtype: torch.dtype, algorithm: str) -> list[RoundSpans]:
+    device_type = "cuda" if s.device.is_gpu else "cpu"
+    return exchange.rounds_of(algorithm, device_type, dtype.itemsize, s.max_chunk_numel(dtype))
 
 
 def results(s: Builder, exchange: Exchange, ws: Sequence[Operand]) -> list[Tensor]:

@@ -56,7 +56,7 @@ def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """`chunked.push_reduce_gather`, by kernels."""
     by_copy = terms.w is None and copy_engines_send(exchange, s.device, terms.x.dtype.itemsize)
     if by_copy or _cuts_blocks(s, exchange, terms.w):
-        return chunked.push_reduce_gather(s, exchange, terms)
+        return chunked.push_reduce_gather(s, exchange, terms, "fused")
     terms = _sent(s, exchange, terms)
     out = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
     reduced = s.temporary(exchange.block, terms.x.dtype)

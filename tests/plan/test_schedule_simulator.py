@@ -139,6 +139,19 @@ def test_bytes_left_behind_the_matmul(problem: Problem, algorithm: str) -> None:
         assert behind == (BEHIND[problem][algorithm == "chunked"] if by_product else 0)
 
 
+def test_pieces_of_an_all_reduce_hide_its_second_half() -> None:
+    """Of four pieces of 8 MiB to each peer that of the last alone comes behind the matmul."""
+    problem, times = Problem("sums", (8192, 7168), 8192, op="matmul_all_reduce"), []
+    for in_pieces in (True, False):
+        with mock.patch.object(Exchange, "comes_in_pieces", lambda *args, found=in_pieces: found):
+            enqueued = World(4, 1 << 30, "chunked").enqueue(lambda call: call(problem))
+        order = HappensBefore(enqueued)
+        assert not races(order) and not blocked_waits(order)
+        times.append(simulate(enqueued, replace(H200, host=0)).total)
+    matmul = H200.matmul((1, 8192, 7168, 8192), 1)
+    assert [time / matmul for time in times] == pytest.approx([1.19, 1.33], abs=0.01)
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("algorithm", ["chunked", "fused"])

@@ -3,10 +3,11 @@
 p pieces are two rows of p steps, one behind the other: matmuls and copies of a piece, c, and the piece on the wire, w.
 A push begins with c, a gather with w. Few rows are multiplied at once, with nothing beside.
 
-    steps   c + w + (p - 1) max(c, w)
+    steps   c + w + (p - 1) max(c, w); a GPU's matmuls, m, take min(m, w) longer beside the wire: grids of cuBLAS on
+            Hopper are persistent, so the share of SMs that NCCL holds comes last (pytorch/pytorch issue 143988)
     host    p (overhead of a piece + R overheads of a chunk)
     time    steps + host on a CPU, whose sockets copy what is sent and received too; max(steps, host) + host / p on a
-            GPU, whose host runs ahead, and whose matmuls leave SMs to NCCL
+            GPU, whose host runs ahead
 """
 
 import functools
@@ -16,7 +17,6 @@ from fusedcomm.plan.cost.model import ITEMSIZE, Constants, TimedCall
 from fusedcomm.plan.geometry.exchange import Exchange
 
 NUM_PIECES = (2, 4, 8, 16, 32)  # that are compared
-_SLOWER_BESIDE_NCCL = 8 / 7  # a GPU's collectives take some 16 of its 132 SMs
 _COLLECTIVES = {"reduce_scatter": ("all_to_all",), "all_reduce": ("all_to_all", "all_gather")}  # the ranks add up
 _WITH_SUMS = {"all_reduce": ("reduce_scatter", "all_gather")}  # the backend does
 
@@ -40,10 +40,12 @@ def seconds(
     chunk_bytes, num_ranks = call.chunk_bytes / num_pieces, call.num_ranks
     kinds = (_WITH_SUMS if backend_sums else _COLLECTIVES).get(call.kind, (call.kind,))
     wire = sum(constants.collective(kind, chunk_bytes, num_ranks) for kind in kinds)
-    compute = _matmuls(call, num_pieces) + _placing(call, chunk_bytes, backend_sums)
+    matmuls = _matmuls(call, num_pieces)
+    compute = matmuls + _placing(call, chunk_bytes, backend_sums)
     if constants.on_cpu:
         compute += constants.copy(2 * sent_bytes(call.kind, chunk_bytes, num_ranks))
-    steps = compute + wire + (num_pieces - 1) * max(compute, wire)
+    beside = 0.0 if constants.on_cpu else min(matmuls, wire)
+    steps = compute + wire + (num_pieces - 1) * max(compute + beside, wire)
     host = num_pieces * (constants.piece_overhead + num_ranks * constants.chunk_overhead)
     alone = call.matmul() if call.at_once else 0.0
     return alone + (steps + host if constants.on_cpu else max(steps, host) + host / num_pieces)
@@ -54,10 +56,8 @@ def _matmuls(call: TimedCall, num_pieces: int) -> float:
     if call.at_once:
         return 0.0
     if call.exchange.gathers and call.exchange.splits_columns:
-        found = call.matmul(num_pieces)
-    else:
-        found = call.num_ranks * call.chunk_matmul(pieces=num_pieces)
-    return found if call.constants.on_cpu else _SLOWER_BESIDE_NCCL * found
+        return call.matmul(num_pieces)
+    return call.num_ranks * call.chunk_matmul(pieces=num_pieces)
 
 
 def _placing(call: TimedCall, num_bytes: float, backend_sums: bool) -> float:

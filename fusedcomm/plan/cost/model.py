@@ -15,7 +15,7 @@ memory are left out.
                           matmuls write to the peers, R c + copy-out
                   gather  max(R c, s + (R - 1) l + c); their sum on a CPU
                   one matmul for all chunks (few rows, or sums over sources in 16 bits): first all transfers and the
-                  copy-out, on a GPU in pieces of which each hides the next
+                  copy-out; on a GPU, as an all_reduce, in pieces of which each hides the next
     fused       max(matmul of the kernel, bytes sent / stores) + link latency + copy-out. In a gather along rows cuBLAS
                 takes the own chunk; along K only the last wave of tiles has all chunks. Runs too short for copy engines
                 are packed in front of it. Few rows: cuBLAS's matmul, not beside, and a copy-out
@@ -326,12 +326,9 @@ class TimedCall:
         if self.to_all:
             sends = self.constants.signal_latency + (self.num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
             return self._issued("chunked", self._sum_of_all(sends), self.num_ranks)
-        num_chunks = self.num_ranks * (2 if self.kind == "all_reduce" else self.pieces)
-        if self.exchange.gathers:
-            return self._issued("chunked", self._chunked_gather(), num_chunks)
-        again = (self.num_ranks - 1) * self.constants.transfer(self.chunk_bytes)
-        copy_out = self._after(self.all_bytes - self.chunk_bytes, again)  # the own chunk is where it belongs
-        return self._issued("chunked", self._chunked_push() + copy_out, num_chunks)
+        num_chunks = self.num_ranks * self.pieces * (2 if self.kind == "all_reduce" else 1)
+        device = self._chunked_gather() if self.exchange.gathers else self._chunked_push()
+        return self._issued("chunked", device, num_chunks)
 
     def fused(self) -> float:
         constants, sent = self.constants, (self.num_ranks - 1) * self.chunk_bytes
@@ -343,7 +340,8 @@ class TimedCall:
             matmul = max(self.chunk_matmul(self.num_ranks, fused=True), stores)
             if self.by_cublas:
                 matmul = self.matmul() + constants.copy_overhead + stores
-            return self._issued("fused", matmul + constants.link_latency + self._after(self.all_bytes, again))
+            after = constants.link_latency + self._after(self.chunk_bytes, self.num_ranks, again)
+            return self._issued("fused", matmul + after)
         by_copy = self.exchange.sent_run * ITEMSIZE[self.dtype] >= LEAST_COPIED
         device = constants.link_latency + self._fused_gather(sent, by_copy)
         return self._issued("fused", device, by_copy * _COPIED * self.num_ranks)
@@ -376,14 +374,17 @@ class TimedCall:
         return constants.copy(self.chunk_bytes) + matmul + max(0.0, sends - matmul / self._waves())
 
     def _chunked_push(self) -> float:
-        constants, others = self.constants, self.num_ranks - 1
-        transfer, signal = constants.transfer(self.chunk_bytes), constants.signal_latency
+        constants, others, more = self.constants, self.num_ranks - 1, self.pieces - 1
+        sent, signal = self.chunk_bytes / self.pieces, constants.signal_latency
+        transfer, after = constants.transfer(sent), self._after(sent, others)  # the own chunk is where it belongs
         if self.exchange.multiplies_once or self.at_once:
-            return self.matmul() + (others + constants.on_cpu) * transfer + signal
-        each = self.chunk_matmul()
+            sends = (others + constants.on_cpu) * transfer
+            return self.matmul() + sends + signal + after + more * (others * transfer + after)
+        each = self.chunk_matmul(pieces=self.pieces)
         if constants.on_cpu:
-            return self.num_ranks * each
-        return max(self.num_ranks * each, signal + each + others * transfer, signal + others * each + transfer)
+            return self.num_ranks * each + after
+        piece = max(self.num_ranks * each, signal + each + others * transfer, signal + others * each + transfer)
+        return piece + after + more * max(self.num_ranks * each, others * transfer + after)
 
     def _chunked_gather(self) -> float:
         constants = self.constants
@@ -391,18 +392,18 @@ class TimedCall:
         if self.at_once or self.exchange.takes_all(ITEMSIZE[self.dtype]):
             arrival, matmul = transfers + constants.unpack(self.all_bytes), self.matmul()
             return arrival / self.pieces + max(matmul, (1 - 1 / self.pieces) * arrival + matmul / self.pieces)
-        each = self.chunk_matmul()
-        matmuls = self.num_ranks * each
-        return transfers + matmuls if constants.on_cpu else max(matmuls, transfers + each)
+        each, num = self.chunk_matmul(), self.num_ranks
+        return transfers + num * each if constants.on_cpu else max(num * each, transfers + each)
 
-    def _after(self, num_bytes: float, again: float) -> float:
-        """The copy-out of ``num_bytes``, or the sum of what has arrived; an all_reduce sends it, in ``again`` seconds,
-        and copies out.
-        """
+    def _after(self, chunk_bytes: float, num_unpacked: int, again: float = 0.0) -> float:
+        """The copy-out of chunks, or their sum, which an all_reduce sends (``again``: by a kernel) and copies out."""
+        constants, size = self.constants, self.num_ranks
         if self.kind == "all_to_all":
-            return self.constants.unpack(num_bytes)
-        reduced = self.constants.reduce(self.chunk_bytes, self.num_ranks)
-        return reduced if self.kind == "reduce_scatter" else reduced + again + self.constants.unpack(self.all_bytes)
+            return constants.unpack(num_unpacked * chunk_bytes)
+        reduced = constants.reduce(chunk_bytes, size)
+        if self.kind == "all_reduce":
+            reduced += (again or (size - 1) * constants.transfer(chunk_bytes)) + constants.unpack(size * chunk_bytes)
+        return reduced
 
     def matmul(self, pieces: int = 1, fused: bool = False) -> float:
         rows = self.exchange.num_rows / pieces / (self.num_ranks if self.to_all else 1)
@@ -425,9 +426,8 @@ class TimedCall:
 
     def _waves(self) -> int:
         """The number of waves in which the SMs compute the result, each one tile per wave."""
-        tile = _GPU_TILES[0]
-        rows = self.exchange.num_batches * math.ceil(self.exchange.num_rows / tile)
-        return sum(max(1, math.ceil(rows * math.ceil(n / tile) / self.constants.num_sms)) for n in self.ns)
+        rows = self.exchange.num_batches * math.ceil(self.exchange.num_rows / _GPU_TILES[0])
+        return sum(max(1, math.ceil(rows * math.ceil(n / _GPU_TILES[0]) / self.constants.num_sms)) for n in self.ns)
 
     def _num_layout_copies(self) -> int:
         """The copies of `unfused`: before the collective where it scatters an inner dim, after it where it gathers

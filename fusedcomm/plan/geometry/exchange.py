@@ -34,7 +34,7 @@ LEAST_COPIED = 1 << 20  # bytes of a run that copy engines send for `fused`: the
 
 
 def num_pieces(chunk_bytes: int) -> int:
-    """Rounds of a GPU's gather if its matmul needs all sources: the first alone is not hidden."""
+    """Rounds of a GPU's call whose other half comes behind all chunks: that of one is hidden by the next one's."""
     return max(1, min(_MOST_PIECES, chunk_bytes // _LEAST_PIECE))
 
 
@@ -156,8 +156,12 @@ class Exchange:
         return self.gathers and self.splits_columns and not self.adds_up(itemsize)
 
     def comes_in_pieces(self, itemsize: int) -> bool:
-        """Whether a GPU gathers in `num_pieces` rounds. Parts of one size do not: no other call would meet theirs."""
-        return self.cut is not None and self.takes_all(itemsize)
+        """Whether a GPU has `num_pieces` rounds: in an all_reduce, whose sums are sent again, and in a gather whose
+        matmul needs all sources; there parts of one size have one, as no other call would meet theirs.
+        """
+        if self.gathers:
+            return self.cut is not None and self.takes_all(itemsize)
+        return self._gather_dim == self._scatter_dim
 
     @property
     def few_rows(self) -> bool:
