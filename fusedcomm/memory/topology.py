@@ -1,5 +1,6 @@
 """The abilities of a group on a device type. All ranks vote once on every rank's facts, and so plan alike."""
 
+import ctypes
 import functools
 import importlib.util
 import logging
@@ -23,6 +24,8 @@ from fusedcomm.plan.cost.links import INTER, PCIE, Reach
 from fusedcomm.plan.cost.model import Constants
 
 log = logging.getLogger("fusedcomm")
+
+_EARLY_IN_GRAPHS = 12030  # the driver from which a graph holds early launches
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,19 @@ def triton_version() -> tuple[int, ...]:
     import triton
 
     return tuple(int(number) for number in triton.__version__.split(".")[:2])
+
+
+@functools.cache
+def driver_version() -> int:
+    """The CUDA driver's, as 12030 of 12.3."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one in front of it ends, also in a CUDA graph."""
+    return architecture(device) >= 90 and driver_version() >= _EARLY_IN_GRAPHS
 
 
 def num_sms(device: torch.device) -> int:

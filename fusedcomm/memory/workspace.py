@@ -158,6 +158,7 @@ class Workspace(CallMemory):
             num_sms=self.num_sms,
             shares_gpu=self.shares_gpu,
             writes_by_stream=is_gpu and stream_writes.available(self.device),
+            launches_early=topology.launches_early(self.device),
             allow_tf32=topology.tf32_allowed(),
             for_capture=self.captured or (not is_proof and is_for_capture(self.device)),
             least_copied=self.least_copied,

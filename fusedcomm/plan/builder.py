@@ -54,6 +54,7 @@ class Device(NamedTuple):
     num_sms: int = 1
     shares_gpu: bool = False
     writes_by_stream: bool = False  # whether a stream sets flags without a kernel
+    launches_early: bool = False  # kernels, by programmatic dependent launch
     allow_tf32: bool = False
     for_capture: bool = False  # whether a CUDA graph has, or will have, rounds of this workspace
     least_copied: int = 0  # bytes of a run that copy engines send beside a kernel that waits

@@ -385,6 +385,8 @@ def _scaled(
 
 
 def launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
+    if s.device.launches_early:
+        options["launch_pdl"] = True
     s.add(Launch(kernel, num_programs, arguments, tuple(options.items())))
 
 

@@ -5,13 +5,11 @@ without constants, tuples flattened, then the pointers of both scratch memories.
 then its sizes and strides.
 """
 
-import ctypes
-import functools
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fusedcomm.memory.topology import triton_version
+from fusedcomm.memory.topology import driver_version, triton_version
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan.schedule import Described, Fingerprint, Launch, Place, Table
 
@@ -121,7 +119,7 @@ class _Block:
         at, size = self._append(bytes(_MAP_BYTES), _MAP_BYTES), meta["elem_size"]
         steps = [size * stride for stride in strides]
         last_byte = sum((each - 1) * step for each, step in zip(sizes, steps, strict=True))
-        is_small = triton_version() >= (3, 7) and _driver_version() <= _LAST_OLD_DRIVER and last_byte + 1 < _SMALL_BYTES
+        is_small = triton_version() >= (3, 7) and driver_version() <= _LAST_OLD_DRIVER and last_byte + 1 < _SMALL_BYTES
         facts = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["swizzle"], 0, int(is_small)
         box = list(meta["block_size"])
         self.maps.append((at, len(self.places), facts, list(sizes)[::-1], steps[-2::-1], box[::-1]))
@@ -130,10 +128,3 @@ class _Block:
             self._put("i", each)
         for each in strides:
             self._put("q", each)
-
-
-@functools.cache
-def _driver_version() -> int:
-    version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return version.value

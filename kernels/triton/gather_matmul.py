@@ -20,7 +20,6 @@ from fusedcomm.kernels.triton.matmul import (
 )
 from fusedcomm.kernels.triton.primitives import (
     end_round,
-    fence_generic_writes,
     must_poison,
     named,
     next_round,
@@ -29,6 +28,7 @@ from fusedcomm.kernels.triton.primitives import (
     span_index,
     wait_source,
 )
+from fusedcomm.kernels.triton.ptx import fence_generic_writes
 from fusedcomm.kernels.triton.scales import block_of, num_blocks, of_columns, scaled, w_step
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from fusedcomm.kernels.triton.bundles import Operands, Scales, Span
 from fusedcomm.kernels.triton.matmul import matmul_tile, row_of_batch, sizes_in_units, store_tile
 from fusedcomm.kernels.triton.primitives import next_push, report_all, slot_of, tile_coords
+from fusedcomm.kernels.triton.ptx import await_earlier_kernels
 from fusedcomm.kernels.triton.token_rows import MASK_32, first_of_rank
 
 
@@ -139,6 +140,7 @@ def experts_matmul_kernel(
     ROWS: tl.constexpr,  # that a program makes zero at a time
 ):
     """out = rows @ w[e] of each expert e's rows; behind the last expert zero, or NaN where the rows are."""
+    await_earlier_kernels()
     sizes, capacity = sizes_in_units(sizes, TRAITS.n_unit, TRAITS), sizes.M
     _store_products(
         h, w, first_ptr + PIECE.begin, ends_ptr + PIECE.begin, out_ptr, None, None, None, sizes, 0,

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from fusedcomm.kernels.triton.bundles import Sizes
-from fusedcomm.kernels.triton.primitives import INTERPRET, in_units, rounded, span_index, tile_coords
+from fusedcomm.kernels.triton.primitives import in_units, rounded, span_index, tile_coords
+from fusedcomm.kernels.triton.ptx import INTERPRET
 from fusedcomm.kernels.triton.scales import block_of, scaled, w_step
 
 

@@ -1,22 +1,25 @@
 """The common parts of all kernels: signal, bounded wait, failure, a round, tile order, Span maps.
 
-Only this file deals with PTX and with differences between the GPU and the Triton interpreter.
-
 Control flow must be the same in all threads of a program, and two threads that load a word that a peer is about to
 write, or read the clock, may see different values. So the condition of each branch comes from an atomic, which one
 thread executes and Triton hands to the whole block, or from `any_thread`.
 """
 
-import time
-
 import triton
 import triton.language as tl
-from triton import knobs
-from triton.language.extra.cuda import globaltimer
 
 from fusedcomm.kernels.triton.bundles import Round, Span, Spans
-
-INTERPRET = tl.constexpr(knobs.runtime.interpret)
+from fusedcomm.kernels.triton.ptx import (
+    INTERPRET,
+    acquired,
+    any_thread,
+    await_earlier_kernels,
+    back_off,
+    block_barrier,
+    clock_ns,
+    poll,
+    start_next_kernel,
+)
 
 # The header of a segment, in bytes: fusedcomm.memory.segment.HeaderLayout, the parts that do not depend
 # on group_size.
@@ -37,16 +40,7 @@ ABANDONED = tl.constexpr(4)
 ENDED = tl.constexpr(6)
 RECORD_COMPLETE = tl.constexpr(2)
 RECORD_WORDS = tl.constexpr(8)
-POLLS = tl.constexpr(1 if knobs.runtime.interpret else 16)  # of a flag between two looks at who has given up
-
-if knobs.runtime.interpret:
-
-    def clock_ns() -> int:
-        time.sleep(0)  # ranks may share a core: let the one run that this one waits for
-        return time.monotonic_ns()
-
-else:
-    clock_ns = globaltimer
+POLLS = tl.constexpr(1 if INTERPRET.value else 16)  # of a flag between two looks at who has given up
 
 
 @triton.jit
@@ -136,19 +130,6 @@ def flags_of(segment, epoch, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def block_barrier():
-    """Barrier of all threads of a program. It orders their earlier writes for the block.
-
-    Triton does not pipeline loops that hold a tl.debug_barrier, and a persistent loop must hold
-    one. Only kernels without warp specialization may use this: barrier 0 takes all threads.
-    """
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "bar.sync 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def poison(DTYPE: tl.constexpr):
     """The mark of a wrong result: NaN, in bytes that of float8 and of float32 scales; 0 of other integers."""
     if tl.uint8 == DTYPE:
@@ -170,88 +151,6 @@ def signal(flag_ptr, value, mask=None):
     """
     block_barrier()
     tl.atomic_xchg(flag_ptr, tl.cast(value, tl.int64), mask, sem="release", scope="sys")
-
-
-@triton.jit
-def fence_generic_writes():
-    """Behind a wait, and before TMA loads: they see the sender's writes before its signal.
-
-    Peers write by ordinary stores and copies (the generic proxy), and TMA loads belong to the async proxy. Their order
-    is established only by a proxy fence on the path from the store over the release and the acquire to the load. Here
-    every thread executes one behind the barrier that ends `wait`, so the thread that issues a load does. It has no
-    scope: the path's is the system, by the flag. TMA reads global memory.
-    """
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def back_off():
-    """Pause between two polls: many programs wait, and each of their polls goes to memory that peers write to."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise("nanosleep.u32 64; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def poll(ptrs, mask=None):
-    """Acquire words at system scope by a read-modify-write that changes nothing; every thread gets the same values."""
-    return tl.atomic_add(ptrs, tl.cast(0, tl.int64), mask=mask, sem="acquire", scope="sys")
-
-
-@triton.jit
-def acquired(ptr, COUNT: tl.constexpr, other):
-    """COUNT words, acquired at system scope, each by one thread, for `any_thread`; the other threads get ``other``.
-
-    Atomics of all programs would queue up where peers write. The interpreter gives a block.
-    """
-    tl.static_assert(COUNT <= 32)  # threads of the smallest kernels
-    if INTERPRET:
-        steps = tl.arange(0, triton.next_power_of_2(COUNT))
-        words = tl.where(steps < COUNT, poll(ptr + steps, steps < COUNT), other)
-    else:
-        words = tl.inline_asm_elementwise(
-            """{
-            .reg .pred taken;
-            .reg .b32 thread;
-            .reg .b64 at, found;
-            mov.u32 thread, %tid.x;
-            setp.lt.u32 taken, thread, $2;
-            mad.wide.u32 at, thread, 8, $1;
-            mov.b64 found, $3;
-            @taken ld.acquire.sys.global.b64 found, [at];
-            mov.b64 $0, found;
-            }""",
-            "=l,l,r,l,~{memory}",
-            [ptr.to(tl.int64), COUNT, tl.cast(other, tl.int64)],
-            dtype=tl.int64,
-            is_pure=False,
-            pack=1,
-        )
-    return words
-
-
-@triton.jit
-def any_thread(condition):
-    """Whether ``condition`` holds in any thread, for all of them: a `block_barrier`, which waits for loads too."""
-    if INTERPRET:
-        found = tl.max(condition.to(tl.int32), axis=0)
-    else:
-        found = tl.inline_asm_elementwise(
-            """{
-            .reg .pred some;
-            setp.ne.b32 some, $1, 0;
-            bar.red.or.pred some, 0, some;
-            selp.b32 $0, 1, 0, some;
-            }""",
-            "=r,r,~{memory}",
-            [condition.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return found != 0
 
 
 @triton.jit
@@ -364,6 +263,7 @@ def next_round(segments_ptr, rank, fingerprint):
 
     The epoch is read on the device, so that a replayed graph moves on.
     """
+    await_earlier_kernels()
     segment = tl.load(segments_ptr + rank)
     epoch = tl.load(word(segment, EPOCH)) + 1
     return Round(segments_ptr, segment, rank, epoch, fingerprint)
@@ -376,6 +276,8 @@ def next_push(segments_ptr, rank, fingerprint, LAYOUT: tl.constexpr):
     Round e overwrites the slot of round e - 2. That is safe once every peer has signalled e - 1. A rank that failed in
     round f never waited, so it first warns peers still reading f - 1.
     """
+    await_earlier_kernels()
+    start_next_kernel()
     give_up_earlier(segments_ptr, rank, LAYOUT)
     return next_round(
         segments_ptr, rank, fingerprint

@@ -20,6 +20,7 @@ from fusedcomm.kernels.triton.primitives import (
     wait_all,
     wait_source,
 )
+from fusedcomm.kernels.triton.ptx import await_earlier_kernels
 from fusedcomm.kernels.triton.reduce import summed
 
 STAGES = tl.constexpr(3)  # rows of a program in flight
@@ -231,6 +232,7 @@ def norm_kernel(
     WHOLE: tl.constexpr,
 ):
     """normed = out / sqrt(mean(out ** 2) + eps) * weight of each row: in fp32, rounded once."""
+    await_earlier_kernels()
     N = in_units(N, UNIT)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         first = tl.cast(row, tl.int64) * N

@@ -7,6 +7,8 @@ those of all blocks before it.
 import triton
 import triton.language as tl
 
+from fusedcomm.kernels.triton.ptx import await_earlier_kernels
+
 
 @triton.jit
 def _experts(ids_ptr, num_choices, num_experts, BLOCK: tl.constexpr):
@@ -26,6 +28,7 @@ def count_kernel(
     EXPERTS: tl.constexpr,
 ):
     """blocks[program, e] = the choices of e in the program's block."""
+    await_earlier_kernels()
     _, chosen = _experts(ids_ptr, num_choices, num_experts, BLOCK)
     for first in range(0, num_experts, EXPERTS):
         experts = first + tl.arange(0, EXPERTS)
@@ -44,6 +47,7 @@ def scan_kernel(
     EXPERTS: tl.constexpr,
 ):
     """own[e] = the sum of e's counts over all blocks; blocks[b, e] becomes the sum over those before b."""
+    await_earlier_kernels()
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, num_blocks, ROWS):
@@ -89,6 +93,7 @@ def plan_kernel(
     EXPERTS: tl.constexpr,
 ):
     """Fill in a routing tensor but for shifts, places and indices. A program takes the experts of one rank."""
+    await_earlier_kernels()
     E: tl.constexpr = GROUP_SIZE * OWN
     owner = tl.program_id(0)
     nth = tl.arange(0, EXPERTS)
@@ -132,6 +137,7 @@ def shift_kernel(
     EXPERTS: tl.constexpr,
 ):
     """Fill in what leads a rank's rows back to it, a program for each rank: shifts, and their sum."""
+    await_earlier_kernels()
     E: tl.constexpr = GROUP_SIZE * OWN
     src_rank = tl.program_id(0)
     nth, ranks = tl.arange(0, EXPERTS), tl.arange(0, triton.next_power_of_2(GROUP_SIZE))
@@ -165,6 +171,7 @@ def return_kernel(
 
     Where indices exceed the capacity on any rank, it is this rank << 32 | row.
     """
+    await_earlier_kernels()
     E: tl.constexpr = GROUP_SIZE * OWN
     rows = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     nth, ranks = tl.arange(0, EXPERTS), tl.arange(0, triton.next_power_of_2(GROUP_SIZE))
@@ -206,6 +213,7 @@ def place_kernel(
     """places[i] = rank of the expert of choice i * capacity + its row there, or -1 where it has none; indices[i] = the
     number of the row among those of this rank.
     """
+    await_earlier_kernels()
     i, chosen = _experts(ids_ptr, num_choices, num_experts, BLOCK)
     nth = tl.arange(0, BLOCK)
     same = (chosen[:, None] == chosen[None, :]) & (nth[:, None] > nth[None, :])

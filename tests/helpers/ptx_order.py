@@ -7,6 +7,7 @@ This follows every path through a kernel with a few facts about what has happene
     cp.async -> wait_group -> bar.sync -> fence.proxy.async -> wgmma or tcgen05.mma       chunks to tensor cores
     poll (acquire.sys) -> bar.red -> fence.proxy.async of global memory -> TMA load       chunks by TMA
     TMA load -> mbarrier wait -> wgmma                                                    any box to tensor cores
+    griddepcontrol.wait -> any access to global memory                                    launched early, from sm_90 on
 
 TMA loads of three dims read chunks, those of two this rank's operands. Stores of the async proxy (TMA) must be
 complete, not only read, before the barrier. Scalar 64-bit accesses are header words, all other global accesses data.
@@ -45,6 +46,7 @@ class Rule(StrEnum):
     LANDED = "copies to shared memory are not waited for, with a barrier, on this turn of the loop"
     PROXY = "chunks are loaded by TMA without fence.proxy.async of global memory behind the wait and its barrier"
     FENCE = "copies to shared memory are read by the async proxy without fence.proxy.async"
+    EARLY = "memory is accessed before the stream's earlier kernels have ended"
     MBARRIER = "TMA loads are not waited for on this turn of the loop"
 
 
@@ -60,6 +62,7 @@ class Instruction:
 class PathFacts:
     """What has happened on a path, seen from one thread."""
 
+    alone: bool = False  # the stream's earlier kernels have ended
     unbarred: bool = False  # global stores since the last barrier
     uncounted: bool = False  # data stores since the last counter
     unwaited: bool = False  # TMA stores since the last cp.async.bulk.wait_group 0
@@ -79,7 +82,8 @@ def violations(ptx: str, reads_after_wait: bool = False) -> list[str]:
     instructions, labels = parse(ptx)
     found: set[tuple[int, str]] = set()
     seen: set[tuple[int, PathFacts]] = set()
-    work = [(0, PathFacts())]
+    arch = re.search(r"\.target sm_(\d+)", ptx)
+    work = [(0, PathFacts(alone=arch is not None and int(arch.group(1)) < 90))]
     while work:
         at, facts = work.pop()
         if (at, facts) in seen or at == len(instructions):
@@ -104,6 +108,10 @@ def _step(instruction: Instruction, facts: PathFacts, reads_after_wait: bool) ->
     op = instruction.op
     if not _is_strong_enough(op):
         return facts, Rule.STRENGTH
+    if op == "griddepcontrol.wait":
+        return replace(facts, alone=True), None
+    if not facts.alone and ("global" in op or op.startswith("cp.async")):
+        return facts, Rule.EARLY
     if op.startswith(_BARRIERS):
         return _behind_barrier(facts), None
     if op.startswith(("ld", "atom")) and "acquire" in op and ".or" not in op:

@@ -58,6 +58,8 @@ MUTANTS = {
     "no fence behind a wait, K gathered": Mutant("gather K", Rule.PROXY, FENCES, ""),
     "fence of other memory behind a wait": Mutant("gather", Rule.PROXY, FENCES, "fence.proxy.async.shared::cta;"),
     "fence before the wait": Mutant("gather", Rule.PROXY, rf"(?s)^([^\n]*{POLL}.*?)({FENCES})", r"\2\n\1", 0),
+    "no wait for earlier kernels": Mutant("push", Rule.EARLY, r"griddepcontrol\.wait;", ""),
+    "no wait for earlier kernels, of a norm": Mutant("norm 8192", Rule.EARLY, r"griddepcontrol\.wait;", ""),
     "loads that are not waited for": Mutant("push", Rule.MBARRIER, r"mbarrier\.try_wait", "mbarrier.test"),
 }
 
@@ -72,8 +74,8 @@ def mutated(ptx: str, mutant: Mutant) -> str:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_of_real_kernels_are_refused(compiled: Compiled, target: Target, folder: Path, name: str) -> None:
     mutant = MUTANTS[name]
-    if target.arch == 80 and mutant.rule in (Rule.FENCE, Rule.PROXY, Rule.MBARRIER):
-        pytest.skip("sm_80 has no async proxy")
+    if target.arch == 80 and mutant.rule in (Rule.FENCE, Rule.PROXY, Rule.MBARRIER, Rule.EARLY):
+        pytest.skip("sm_80 has neither async proxy nor early starts")
     if target.arch >= 90 and target.triton == "3.6" and mutant.kernel == POINTERS:
         pytest.skip("nothing is copied ahead by pointer, as Triton 3.6 does not fence it")
     ptx = (folder / f"{mutant.kernel.replace(' ', '_')}.{target.arch}.ptx").read_text()

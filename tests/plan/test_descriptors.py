@@ -86,7 +86,7 @@ def test_strides_of_descriptors_are_below_a_terabyte(transposed: bool) -> None:
 @pytest.mark.parametrize(("version", "rows", "cleared"), [((3, 6), 64, 0), ((3, 7), 64, 1), ((3, 7), 1024, 0)])
 def test_old_drivers_bit_is_cleared_as_triton_does(monkeypatch: Any, version: Any, rows: int, cleared: int) -> None:
     monkeypatch.setattr(packing, "triton_version", lambda: version)
-    monkeypatch.setattr(packing, "_driver_version", lambda: 13010)
+    monkeypatch.setattr(packing, "driver_version", lambda: 13010)
     s, block = planned(torch.empty(rows, 128, dtype=torch.bfloat16)), packing._Block(None, 0, iter([]))  # type: ignore[arg-type]
     meta = {"elem_size": 2, "elem_type": 10, "swizzle": 3, "block_size": [64, 64]}
     block._describe(descriptors.describe_x(s, s.inputs[0], CONFIG), meta)

@@ -433,9 +433,9 @@ def test_a_plan_has_the_rounds_of_a_gather_in_pieces(capturing: list[bool]) -> N
             plan = planner.plan("all_to_all_matmul", gathered, BF16, member())
         assert (plan.num_rounds, plan.slot_bytes) == want
     summed = shapes.matmul_all_reduce((2 * 4224, 64), (64, 4096), "sum", 2)
-    for name, want in (("chunked", 4), ("fused", 1)):
+    for name, num_rounds in (("chunked", 4), ("fused", 1)):
         with fusedcomm.force_algorithm(name):
-            assert planner.plan("matmul_all_reduce", summed, BF16, member()).num_rounds == want
+            assert planner.plan("matmul_all_reduce", summed, BF16, member()).num_rounds == num_rounds
     even = shapes.all_to_all_matmul((2 * 4224, 4096), (8192, 4096), 1, 0, 2)
     for name in ("chunked", "fused"):
         with fusedcomm.force_algorithm(name):

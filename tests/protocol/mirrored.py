@@ -12,7 +12,7 @@ MIRRORED: Mirrors = {
         "kernels/triton/primitives.py": (
             "next_round slot_of end_round report report_all signal_peer signal_peers source_rank all_there wait_all "
             "wait_source flags_of flag_value",
-            "0c39f0d68f8c",
+            "814d86b463f2",
         ),
     },
     "words._Rows": {
@@ -30,9 +30,10 @@ MIRRORED: Mirrors = {
         "kernels/cpu/rounds.h": ("signal flag wait slot slot_offset end", "29752478fafa"),
         "kernels/cpu/spin.h": ("again", "c61eb2c3da2e"),
         "kernels/triton/primitives.py": (
-            "signal acquired any_thread poll poll_broken is_broken given_up give_up_earlier must_poison next_push",
-            "7d7df60154dd",
+            "signal poll_broken is_broken given_up give_up_earlier must_poison next_push",
+            "63d867bf7f59",
         ),
+        "kernels/triton/ptx.py": ("poll acquired any_thread", "1d7960605c35"),
     },
     "model.ProtocolModel: failures and resets": {
         "fusedcomm/memory/workspace.py:Workspace": ("leave fail guarded abandon _give_up initialise", "fc81ce13b05b"),
