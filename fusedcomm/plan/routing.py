@@ -6,6 +6,7 @@ one from the host's memory, but `Routing.host_counts`: the host's copies need it
 its parts where they are; their `Schedule` has sizes alone, which do not change with the counts.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +27,14 @@ class Run(NamedTuple):
     row: int  # the first, on the expert's rank
     start: int  # of the source's slots, in the order of their places
     num: int
+
+
+class Piece(NamedTuple):
+    """Some of each rank's experts, and the rows to and from each rank for them."""
+
+    experts: slice
+    sent: list[int]
+    received: list[int]
 
 
 class Routing:
@@ -75,17 +84,44 @@ class Routing:
         found: list[list[int]] = torch.cat([self.kept, self.first[None]]).tolist()
         return found
 
-    def runs(self, src: int, dst: int, piece: slice = slice(None)) -> list[Run]:
-        """The rows of rank src that experts of rank dst have, by expert; or those of a piece of its experts."""
+    def runs(self, src: int, dst: int) -> list[Run]:
+        """The rows of rank src that experts of rank dst have, by expert."""
         *kept, first = self.host_counts
         own, found = self.experts(dst), []
-        start, experts = sum(kept[src][: own.start]), range(own.start, own.stop)
-        for expert in experts:
-            num = kept[src][expert]
-            if num and expert in experts[piece]:
+        start = sum(kept[src][: own.start])
+        for expert in range(own.start, own.stop):
+            if num := kept[src][expert]:
                 found.append(Run(first[expert] + sum(each[expert] for each in kept[:src]), start, num))
             start += num
         return found
+
+    def pieces(self, num: int) -> list[Piece]:
+        """All, as at most ``num`` pieces; whether or not there is a matmul: peers may have one."""
+        *kept, _ = self.host_counts
+        own, here, found = self.num_experts // self.group_size, kept[self.rank], []
+        first = self.rank * own
+        for begin, end in cut(own, min(own, num)):
+            sent = [sum(here[e + begin : e + end]) for e in range(0, self.num_experts, own)]
+            received = [sum(each[first + begin : first + end]) for each in kept]
+            found.append(Piece(slice(begin, end), sent, received))
+        return found
+
+    def slots_of(self, pieces: list[Piece]) -> list[Tensor]:
+        """This rank's slots of each of all pieces, by rank and expert."""
+        sizes = [num for of_rank in zip(*(piece.sent for piece in pieces), strict=True) for num in of_rank]
+        parts = self.order[len(self.order) - sum(sizes) :].split(sizes)
+        return [torch.cat(parts[i :: len(pieces)]) for i in range(len(pieces))]
+
+    def rows_of(self, pieces: list[Piece]) -> Iterator[Tensor]:
+        """This rank's rows of each piece, by source and expert."""
+        own = self.experts(self.rank)
+        kept = self.kept[:, own]
+        ends = self.first[own] + kept.cumsum(0)
+        for piece in pieces:
+            nums, total = kept[:, piece.experts].flatten(), sum(piece.received)
+            shifts = ends[:, piece.experts].flatten() - nums.cumsum(0)  # from the number of a row to the row
+            rows = shifts.repeat_interleave(nums, output_size=total)
+            yield rows.add_(torch.arange(total, device=rows.device))
 
     def first_row(self, nth: int) -> int:
         """The row where this rank's nth expert begins, on the host."""

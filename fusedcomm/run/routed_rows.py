@@ -23,7 +23,7 @@ from fusedcomm.memory.topology import architecture
 from fusedcomm.memory.workspace import Workspace
 from fusedcomm.plan import builder, routed_rounds
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
-from fusedcomm.plan.routing import Routing, cut
+from fusedcomm.plan.routing import Routing
 from fusedcomm.plan.schedule import Schedule
 from fusedcomm.run import python_executor
 
@@ -61,13 +61,16 @@ class ByCollective:
     """
 
     def __init__(self, memory: CallMemory, num_pieces: int) -> None:
-        self.memory, self.ranks, self.num_pieces = memory, range(memory.group_size), num_pieces
+        self.memory, self.num_pieces = memory, num_pieces
 
     def counts(self, own: Tensor) -> Tensor:
-        """Every rank's counts, [R, E]."""
-        found = own.new_empty(self.memory.group_size, *own.shape)
-        dist.all_gather([*found], own, group=group.find(self.memory.group_name))
-        return found
+        """Every rank's counts, [R, E], by the collective of the rows: over gloo torch's all_gather_into_tensor crashes
+        on CUDA tensors.
+        """
+        size = self.memory.group_size
+        found, work = self._exchange(own.repeat(size), [len(own)] * size, [len(own)] * size)
+        work.wait()
+        return found.view(size, -1)
 
     def send(self, x: Tensor, scores: Tensor | None, k: int, routing: Routing, capacity: int) -> Tensor:
         """[capacity, H], expert-major: rows of x [T, H], times scores [T * k]. Rows without a slot are zero."""
@@ -77,54 +80,35 @@ class ByCollective:
         self, x: Tensor, scores: Tensor | None, ws: Sequence[Tensor], k: int, routing: Routing, capacity: int
     ) -> tuple[Tensor, list[Tensor]]:
         """The rows, and the rows times each of ``ws`` [E / R, H, N]."""
-        rows = _without_gaps(self.memory.empty((capacity, x.shape[1]), x.dtype), routing)
-        outs = [self.memory.empty((capacity, w.shape[2]), x.dtype) for w in ws]
-        pieces, begun = self._pieces(routing), []
-        for piece in pieces:
-            slots = torch.cat([x.new_empty(0, dtype=torch.int64), *self._slots(routing, piece)])
+        pieces, begun = routing.pieces(self.num_pieces), []
+        for piece, slots in zip(pieces, routing.slots_of(pieces), strict=True):
             sent = _times_scores(x.index_select(0, slots.div(k, rounding_mode="floor")), scores, slots)
-            begun.append(self._exchange(sent, routing, piece, back=False))
-        for piece, (received, work) in zip(pieces, begun, strict=True):
+            begun.append(self._exchange(sent, piece.sent, piece.received))
+        rows = self.memory.empty((capacity, x.shape[1]), x.dtype).zero_()
+        outs = [self.memory.empty((capacity, w.shape[2]), x.dtype) for w in ws]
+        for piece, index, (received, work) in zip(pieces, routing.rows_of(pieces), begun, strict=True):
             work.wait()
-            runs = [run for src in self.ranks for run in routing.runs(src, self.memory.rank, piece)]
-            for run, part in zip(runs, received.split([run.num for run in runs]), strict=True):
-                rows[run.row :][: run.num] = part
+            rows.index_copy_(0, index, received)
             for out, w in zip(outs, ws, strict=True):
-                _of_piece(rows, w, routing, piece, out)
+                _of_piece(rows, w, routing, piece.experts, out)
         return rows, outs
 
     def collect(self, h: Tensor, w: Tensor | None, routing: Routing) -> Tensor:
         """[slots, N]: the row of each slot of ``h`` [capacity, H], times its expert's w. Without a place it is zero."""
-        rank = self.memory.rank
-        pieces, begun = self._pieces(routing), []
-        for piece in pieces:
-            rows, before = h, 0
+        pieces, begun = routing.pieces(self.num_pieces), []
+        for piece, index in zip(pieces, routing.rows_of(pieces), strict=True):
+            rows = h
             if w is not None:
-                rows, before = _of_piece(h, w, routing, piece), routing.first_row(piece.start)
-            runs = [run for src in self.ranks for run in routing.runs(src, rank, piece)]
-            sent = torch.cat([rows[:0], *(rows[run.row - before :][: run.num] for run in runs)])
-            begun.append(self._exchange(sent, routing, piece, back=True))
+                rows, index = _of_piece(h, w, routing, piece.experts), index - routing.first_row(piece.experts.start)
+            begun.append(self._exchange(rows.index_select(0, index), piece.received, piece.sent))
         found = _missing_zero(self.memory, routing, rows)
-        for piece, (received, work) in zip(pieces, begun, strict=True):
+        for slots, (back, work) in zip(routing.slots_of(pieces), begun, strict=True):
             work.wait()
-            found.index_copy_(0, torch.cat([routing.order[:0], *self._slots(routing, piece)]), received)
+            found.index_copy_(0, slots, back)
         return found
 
-    def _pieces(self, routing: Routing) -> list[slice]:
-        """Whether or not there is a matmul: peers may have one."""
-        own = routing.num_experts // self.memory.group_size
-        return [slice(*each) for each in cut(own, min(own, self.num_pieces))]
-
-    def _slots(self, routing: Routing, piece: slice) -> list[Tensor]:
-        return [routing.slots(run) for dst in self.ranks for run in routing.runs(self.memory.rank, dst, piece)]
-
-    def _exchange(self, rows: Tensor, routing: Routing, piece: slice, *, back: bool) -> tuple[Tensor, dist.Work]:
-        """What comes for ``rows``, and the wait for it."""
-        rank = self.memory.rank
-        sent = [sum(run.num for run in routing.runs(rank, dst, piece)) for dst in self.ranks]
-        received = [sum(run.num for run in routing.runs(src, rank, piece)) for src in self.ranks]
-        if back:
-            sent, received = received, sent
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, dist.Work]:
+        """The tensor that fills with the peers' rows, and the wait for it."""
         out, of = rows.new_empty(sum(received), *rows.shape[1:]), group.find(self.memory.group_name)
         return out, dist.all_to_all_single(out, rows, received, sent, group=of, async_op=True)
 
@@ -230,7 +214,8 @@ class BySlots:
                     to[run.row :][: run.num] = _times_scores(x.index_select(0, tokens), scores, slots)
             if dst != self.rank:
                 self._signal(dst)
-        _without_gaps(rows, routing)
+        for begin, end in routing.gaps(capacity):
+            rows[begin:end] = 0
         slot = self._slot(self.rank, shape, dtype)
         for src in self.sources:
             self._wait(src)
@@ -341,12 +326,6 @@ def _times_scores(rows: Tensor, scores: Tensor | None, slots: Tensor) -> Tensor:
         return rows
     wide = torch.promote_types(rows.dtype, torch.float32)
     return (rows * scores.index_select(0, slots)[:, None].to(wide)).to(rows.dtype)
-
-
-def _without_gaps(rows: Tensor, routing: Routing) -> Tensor:
-    for begin, end in routing.gaps(rows.shape[0]):
-        rows[begin:end] = 0
-    return rows
 
 
 def _missing_zero(memory: CallMemory, routing: Routing, rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ MIRRORED: Mirrors = {
         ),
     },
     "words._Rows": {
-        "fusedcomm/run/routed_rows.py:BySlots": ("counts send collect _slot _signal _wait", "76c5d7675c88"),
+        "fusedcomm/run/routed_rows.py:BySlots": ("counts send collect _slot _signal _wait", "cd1bb363ea8b"),
     },
     "model.ProtocolModel: calls": {
         "fusedcomm/memory/workspace.py:Workspace": (
