@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Variants = Mapping[str, Callable[[], Tensor]]
 Result = TypeVar("Result")  # a tensor or a tuple of them
 Check = Callable[[str, Any], "str | None"]  # (variant's name, result) to an error or None
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,6 +146,21 @@ def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(world, "missing_gpus", lambda world_size: None)
     assert main(["bench", "ops", "--graph", "--device", "cuda", "--pass", "forward", "backward"]) == 2
     assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
+
+
+def measure_replays(rank: int, op: str) -> int:
+    """A replay runs the kernels of its program again."""
+
+    def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
+        variant()
+        return variant
+
+    with mock.patch("fusedcomm.bench.measure.captured", captured):
+        return len(measure_op(rank, op, SIZE, "float32", "forward", replace(ONE_ROUND, graph=True)))
+
+
+def test_replays_find_the_inputs_of_the_first_call(ranks: Callable[[int], RankPool]) -> None:
+    assert [ranks(2).run(measure_replays, op) for op in ("matmul_all_reduce", "matmul_all_to_all")] == [[1, 1]] * 2
 
 
 # The clock of all benches: wrong values stop every rank, times are the slowest rank's.
