@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         text = f"--experts must be a multiple of {num_ranks} ranks and at least --k, {args.k}, got {args.experts}"
         return console.fail("bench moe", text, code=2)
     cases = [(args.tokens, args.hidden, args.experts, args.k, dtype) for dtype in common.dtypes_of(args)]
-    by_clock = {"timing": METHOD | {"start": "barrier", "clock": "host"}}
+    by_clock = {"timing": METHOD | {"start": "barrier", "clock": "host", "l2_flush_bytes": 0, "skew_cycles": 0}}
     return common.run_cases("bench moe", args, measure_moe, cases, _COLUMNS, lambda rows: by_clock)
 
 
