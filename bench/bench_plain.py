@@ -49,7 +49,8 @@ class PlainRow:
 def measure_plain(rank: int, op: str, size: int, dtype: str, device_type: str, rounds: int) -> PlainRow:
     group_size, device = dist.get_world_size(), world.rank_device(device_type)
     shape = group_size, max(1, size // group_size // DTYPES[dtype].itemsize)
-    xs = [_integers(shape, each).to(device, DTYPES[dtype]) for each in range(group_size)]
+    seeded = (torch.Generator().manual_seed(each) for each in range(group_size))
+    xs = [torch.randint(-3, 4, shape, generator=each).to(device, DTYPES[dtype]) for each in seeded]
     x = xs[rank].clone()
     backend, ours = CALLS[op]
     calls = {BACKEND: lambda: backend(x), OURS: lambda: ours(x)}
@@ -70,10 +71,6 @@ def measure_plain(rank: int, op: str, size: int, dtype: str, device_type: str, r
     dims = {"all_to_all": (1, 0), "all_reduce": ()}.get(op, (0,))
     plan = fusedcomm.explain(op, x, *dims)
     return PlainRow(op, dtype, x.nbytes, group_size, str(plan), times[BACKEND], times[OURS])
-
-
-def _integers(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def rounds_of_one(
     """Seconds [rounds] of one of many calls back to back, the fewer the more bytes each takes."""
     repeat = max(1, min(MOST_CALLS, MEASURED_BYTES // num_bytes))
     timed = {name: partial(repeated, call, repeat) for name, call in calls.items()}
-    found = measure_rounds(timed, device, rounds=rounds, warmup=2)
+    found = measure_rounds(timed, device, rounds=rounds, warmup=2, calls=repeat)
     return {name: seconds / repeat for name, seconds in found.items()}
 
 

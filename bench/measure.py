@@ -113,6 +113,7 @@ def measure_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str,
             with fusedcomm.before_capture():  # a capture may plan otherwise
                 plans = {algorithm: _plan(data, algorithm) for algorithm in plans}
             every = {name: captured(variant) for name, variant in every.items()}
+            data.restore()  # a capture calls it once
             check_values(every, data.check)
         if not options.check:
             data.randomize()  # in place, because replays read the same tensors

@@ -172,9 +172,14 @@ class OpData:
         for what, result, must in zip(RESULTS[self.direction], results, expected, strict=False):
             if wrong := difference(result, must):
                 return f"{what}: {wrong}"
-        if name == COLLECTIVE and self.bench.kind == "all_reduce":  # it is in place
-            self.sent.copy_(self._sent(self.rank)[0])
+        if name == COLLECTIVE:
+            self.restore()
         return None
+
+    def restore(self) -> None:
+        """Undo what the collective alone has done to its input: an all_reduce is in place."""
+        if self.bench.kind == "all_reduce" and hasattr(self, "sent"):
+            self.sent.copy_(self._sent(self.rank)[0])
 
     @cached_property
     def _oracle(self) -> tuple[Tensor, ...]:

@@ -105,9 +105,6 @@ class CallRow:
     cpu_over_empty: float
 
 
-# In every rank
-
-
 class CallClock:
     """Clocks of CPU ranks, which use them alike. Their barrier is that of symmetric memory, which waits as the ops do:
     gloo's would take as long as some exchanges, and ranks leave a barrier as far apart as it is slow.

@@ -283,19 +283,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.set_defaults(dtype=["float32", "bfloat16"])
     args = parser.parse_args(argv)
     sizes = ProgramSizes(**{field.name: getattr(args, field.name) for field in fields(ProgramSizes)})
-    huge_pages = world.torch_asks_for_huge_pages()
+    huge_pages, on_cpu = world.torch_asks_for_huge_pages(), world.asked_for(args)[0] == "cpu"
 
     def end(rows: list[ProgramRow]) -> dict[str, Any]:
-        found = [goal for row in rows for goal in goals(row)]
-        print(*found, sep="\n")
+        found = [goal for row in rows if on_cpu for goal in goals(row)]
+        for goal in found:
+            print(goal)
         facts = {"bench": "start_program", "sizes": asdict(sizes), "huge_pages": huge_pages}
         return facts | {"goals": [asdict(goal) for goal in found]}
 
     if world.is_rank_0():
+        print(sizes, flush=True)
+    if world.is_rank_0() and on_cpu:
         setting = "huge for all" if huge_pages else "torch's default, huge for the results of fusedcomm's ops"
-        print(
-            sizes, f"pages of CPUs: {setting} (transparent_hugepage: {world.system_huge_pages()})", sep="\n", flush=True
-        )
+        print(f"pages of CPUs: {setting} (transparent_hugepage: {world.system_huge_pages()})", flush=True)
     cases = [(sizes, dtype) for dtype in args.dtype]
     return common.run_cases("start_program", args, measure_program, cases, COLUMNS, end)
 

@@ -115,10 +115,6 @@ def summary(rows: Sequence[OpRow]) -> list[dict[str, Any]]:
     ]
 
 
-def summary_table(lines: Sequence[dict[str, Any]]) -> Table:
-    return Table(SUMMARY_COLUMNS, lines, has_legend=False)
-
-
 def report(row: Any) -> dict[str, Any]:
     """Every field and every derived figure of a row."""
     derived = {name: getattr(row, name) for name in vars(type(row)) if isinstance(vars(type(row))[name], property)}

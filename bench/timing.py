@@ -22,14 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-Variants = Mapping[str, Callable[[], Tensor]]
 Result = TypeVar("Result")  # a tensor or a tuple of them
 Check = Callable[[str, Any], "str | None"]  # (variant's name, result) to an error or None
 
 L2_BYTES = 256 << 20  # more than the L2 of any GPU
-SKEW_CYCLES = 2_000_000  # about 1 ms: the GPU waits until all launches of a measurement are queued
-
-
+SKEW_CYCLES = 2_000_000  # about 1 ms for each call: the GPU waits until all launches of a measurement are queued
 METHOD = {
     "time": "slowest rank",
     "order": "interleaved by round",
@@ -86,6 +83,7 @@ def measure_rounds(
     *,
     rounds: int,
     warmup: int = 1,
+    calls: int = 1,
     on_round: Callable[[int], None] = lambda done: None,
     check: Check | None = None,
     clock: Callable[[Any], tuple[float, Any]] | None = None,
@@ -93,10 +91,10 @@ def measure_rounds(
     """Per variant the seconds of the slowest rank in every round, float64, on the CPU.
 
     ``on_round`` gets the number of rounds done, warm-up included. With ``check`` the result of every measured call is
-    checked too, after its clock has stopped. ``clock(variant)`` gives its seconds and result.
+    checked too, after its clock has stopped. ``calls``: in a variant. ``clock(variant)`` gives its seconds and result.
     """
     names = list(variants)
-    clock = clock or (_CudaClock(device) if device.type == "cuda" else by_host)
+    clock = clock or (_CudaClock(device, calls) if device.type == "cuda" else by_host)
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64, device=device)
     for round_ in range(-warmup, rounds):
         wrong = ""
@@ -150,7 +148,8 @@ def by_host(variant: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class _CudaClock:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, calls: int) -> None:
+        self.pause = calls * SKEW_CYCLES
         self.flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
         self.token = torch.zeros(1, device=device)
 
@@ -160,7 +159,7 @@ class _CudaClock:
         torch.cuda.synchronize()
         dist.barrier()
         self.flush.zero_()
-        torch.cuda._sleep(SKEW_CYCLES)
+        torch.cuda._sleep(self.pause)
         dist.all_reduce(self.token)  # on the stream, so GPUs start together, however long launches took
         start.record()
         result = variant()

@@ -31,24 +31,20 @@ def record(variants: Mapping[str, Callable[[], Any]], device: torch.device) -> T
     """Record one call of each variant, which has run before. Ranks call this alike, and each gets the merged trace."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else bool
     with torch.profiler.profile(activities=activities) as profiled:
         next(iter(variants.values()))()  # the first call under a profiler is slow
         for name, variant in variants.items():
-            _synchronize(device)
+            synchronize()
             dist.barrier()
             with torch.profiler.record_function(VARIANT + name):
                 variant()
-                _synchronize(device)
+                synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(file))
         local = zlib.compress(file.read_bytes())
     return merged([json.loads(zlib.decompress(each)) for each in all_gather_bytes(local, device)])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def merged(traces: Sequence[Trace]) -> Trace:

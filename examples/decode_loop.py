@@ -71,8 +71,8 @@ def main() -> None:
         assert torch.equal(tokens, same)
     if rank == 0:
         print(f"decode_loop: the tokens on {group_size} ranks equal those of a single process")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # behind main, with whose graph NCCL would wait for ever

@@ -119,7 +119,8 @@ def ranks(
 ) -> Iterator[CallRanks]:
     """The ranks of torchrun, or else ``world_size`` new ones, also with ``env``. On a CPU each has one thread.
 
-    ``timeout_s`` bounds a call, or, under torchrun, the start and each collective of the process group.
+    ``timeout_s`` bounds a call, or, under torchrun, the start and each collective of the process group. An error leaves
+    torchrun's group as it is: a rank that fails alone says so and ends, and torchrun ends the others.
     """
     if not under_torchrun():
         with RankPool(world_size, backend=BACKENDS[device_type], timeout_s=timeout_s, env=env) as pool:
@@ -132,17 +133,16 @@ def ranks(
         else:
             torch.set_num_threads(1)
         dist.init_process_group(BACKENDS[device_type], timeout=datetime.timedelta(seconds=timeout_s))
-    try:
-        rank = dist.get_rank()
+    rank = dist.get_rank()
 
-        def call(fn: Callable[..., Any], *args: Any) -> Any:
-            result = fn(rank, *args)
-            return result if rank == 0 else None
+    def call(fn: Callable[..., Any], *args: Any) -> Any:
+        result = fn(rank, *args)
+        return result if rank == 0 else None
 
-        yield call
-    finally:
-        if owned:
-            dist.destroy_process_group()
+    yield call
+    # Not behind an error: NCCL would wait for the captured graphs that its traceback holds, and for the other ranks
+    if owned:
+        dist.destroy_process_group()
 
 
 def message(error: Exception) -> str:

@@ -220,7 +220,7 @@ def record_op(rank: int, op: str, size: MatmulSize, dtype: str, direction: str, 
 
 def _print_end(out: Console, tables: Sequence[console.Table], rows: Sequence[OpRow], options: Options) -> None:
     if lines := table.summary(rows):
-        tables = [*tables, table.summary_table(lines)]
+        tables = [*tables, console.Table(table.SUMMARY_COLUMNS, lines, has_legend=False)]
         console.show(tables[-1], out)
     console.show(console.Legend(tables), out)
     on_cpu = "CPU ranks of one thread; only ratios within one run mean anything"

@@ -148,7 +148,7 @@ def _look_at_gpus(report: DoctorReport, num_gpus: int, quick: bool, asked: bool)
             advice = "IOMMU or ACS? NCCL_P2P_DISABLE=1 makes everything go through the host"
             report.findings.append(alone.check("cuda peer copies", advice, GPU_S, doctor_ranks.peer_copies))
     if num_gpus > 1:
-        with closing(CheckRanks(min(num_gpus, MAX_GPU_RANKS), "cpu:gloo,cuda:nccl")) as ranks:
+        with closing(CheckRanks(min(num_gpus, MAX_GPU_RANKS), world.BACKENDS["cuda"])) as ranks:
             _look_at_ranks(report, ranks, "cuda", GPU_S, quick, asked)
 
 

@@ -19,7 +19,7 @@ import fusedcomm
 from fusedcomm import env
 from fusedcomm.env import version
 from fusedcomm.launch.ranks import RankError, RankPool
-from fusedcomm.launch.world import rank_device
+from fusedcomm.launch.world import BACKENDS, rank_device
 from fusedcomm.memory.group import process_group, store
 from fusedcomm.memory.vote import agree
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
@@ -154,12 +154,14 @@ def _facts(with_gpus: bool) -> dict[str, Any]:
 
 
 def _verdicts(device_type: str) -> list[AlgorithmVerdict]:
+    group = None
     if device_type == "cuda":
         torch.cuda.set_device(rank_device("cuda"))
-    plans = [_plan(op, size, dtype, device_type) for op in PROGRAMS for dtype in DTYPES for size in SIZES]
+        group = dist.new_group(backend=BACKENDS["cuda"])  # torchrun's ranks have met by gloo
+    plans = [_plan(op, size, dtype, device_type, group) for op in PROGRAMS for dtype in DTYPES for size in SIZES]
     verdicts = []
     for name in env.ALGORITHMS:
-        cannot = why_not(name, partial(_plan, "matmul_all_to_all", SIZES[1], DTYPES[0], device_type))
+        cannot = why_not(name, partial(_plan, "matmul_all_to_all", SIZES[1], DTYPES[0], device_type, group))
         reason = f"not used: {cannot or f'the planner chooses others, as in {plans[len(plans) // 2]}'}"
         if used := [plan for plan in plans if plan.algorithm == name]:
             reason = f"used for {len(used)} of {len(plans)} example calls, as in {used[len(used) // 2]}"
@@ -167,13 +169,15 @@ def _verdicts(device_type: str) -> list[AlgorithmVerdict]:
     return verdicts
 
 
-def _plan(op: str, size: tuple[int, int, int], dtype: torch.dtype, device_type: str) -> fusedcomm.Plan:
+def _plan(
+    op: str, size: tuple[int, int, int], dtype: torch.dtype, device_type: str, group: dist.ProcessGroup | None
+) -> fusedcomm.Plan:
     """The plan of this rank's call. On a GPU it is asked for meta tensors, which take no memory."""
     program, device, num_ranks = PROGRAMS[op], "meta" if device_type == "cuda" else "cpu", dist.get_world_size()
     rows, k, n = (each * num_ranks for each in size)
     x = torch.empty(program.x_shape(MatmulSize(rows, k, n), num_ranks), dtype=dtype, device=device)
     w = torch.empty(k, n, dtype=dtype, device=device)
-    return fusedcomm.explain(op, x, w, *program.dims(x))
+    return fusedcomm.explain(op, x, w, *program.dims(x), group)
 
 
 class CheckRanks:

@@ -106,18 +106,20 @@ def run(args: argparse.Namespace) -> int:
 def _run_checks(device_type: str, world_size: int) -> list[CheckResult]:
     """Rank 0's results; [] in other ranks of torchrun. A check that ends its ranks is the last one to run."""
     results: list[CheckResult] = []
-    with (
-        world.ranks(device_type, world_size, TIMEOUT_S) as call,
-        console.progress(world.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
-    ):
-        for name, (proves, _) in CHECKS.items():
-            try:
+    name = ""
+    try:
+        with (
+            world.ranks(device_type, world_size, TIMEOUT_S) as call,
+            console.progress(world.is_rank_0(), len(CHECKS), "starting", "check") as on_check,
+        ):
+            for name in CHECKS:
                 result = call(run_check, name, device_type)
-            except (RankError, PeerError) as error:
-                results.append(CheckResult(name, proves, "failed", str(error)))
-                break
-            results += [] if result is None else [result]
-            on_check(len(results))
+                results += [] if result is None else [result]
+                on_check(len(results))
+    except (RankError, PeerError) as error:
+        if not name:  # ranks did not start
+            raise
+        results.append(CheckResult(name, CHECKS[name][0], "failed", str(error)))
     left = list(CHECKS.items())[len(results) :] if world.is_rank_0() else []
     return results + [CheckResult(name, proves, "skipped", "its ranks had ended") for name, (proves, _) in left]
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +16,14 @@ from torch import Tensor
 
 import fusedcomm
 from fusedcomm.bench import bench_plain as plain
-from fusedcomm.bench import decode, overhead, start_program
+from fusedcomm.bench import common, decode, overhead, start_program, timing
 from fusedcomm.bench.measure import Options, measure_op
 from fusedcomm.bench.op_bench import PROGRAMS
 from fusedcomm.bench.overhead import CallRow, measure_overhead
 from fusedcomm.bench.scaled_bench import BENCHES
 from fusedcomm.bench.timing import Timing, ValuesDiffer, measure
 from fusedcomm.launch import world
+from fusedcomm.memory import captures
 from fusedcomm.ops.whole_group import MatmulSize
 from fusedcomm.testing import RankPool
 from fusedcomm.tools import main
@@ -147,6 +149,21 @@ def test_a_backward_alone_is_not_captured(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--graph captures a forward, alone or with its backward" in capsys.readouterr().err
 
 
+def measure_replays(rank: int, op: str) -> int:
+    """A replay runs the kernels of its program again."""
+
+    def captured(variant: Callable[[], Any]) -> Callable[[], Any]:
+        variant()
+        return variant
+
+    with mock.patch("fusedcomm.bench.measure.captured", captured):
+        return len(measure_op(rank, op, SIZE, "float32", "forward", replace(ONE_ROUND, graph=True)))
+
+
+def test_replays_find_the_inputs_of_the_first_call(ranks: Callable[[int], RankPool]) -> None:
+    assert [ranks(2).run(measure_replays, op) for op in ("matmul_all_reduce", "matmul_all_to_all")] == [[1, 1]] * 2
+
+
 # The clock of all benches: wrong values stop every rank, times are the slowest rank's.
 CPU = torch.device("cpu")
 
@@ -178,6 +195,22 @@ def test_times_are_the_slowest_ranks_and_variants_take_turns(ranks: Callable[[in
     assert all(sorted(r) == ["quick", "slow", "third"] for r in rounds)
     assert len({tuple(r) for r in rounds}) > 1
     assert done == [1, 2, 3, 4, 5]
+
+
+def test_a_gpu_pauses_until_all_calls_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(timing, "L2_BYTES", 1)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    for name in ("cuda.Event", "cuda.synchronize", "distributed.barrier", "distributed.all_reduce"):
+        monkeypatch.setattr(f"torch.{name}", mock.MagicMock())
+
+    def rounds(timed: dict[str, Any], device: torch.device, calls: int = 1, **options: Any) -> dict[str, Any]:
+        timing._CudaClock(device, calls)(timed["x"])
+        return {}
+
+    monkeypatch.setattr(common, "measure_rounds", rounds)
+    common.rounds_of_one({"x": bool}, 64 << 10, CPU, 1)
+    assert slept == [64 * timing.SKEW_CYCLES]
 
 
 # `fusedcomm bench plain` and `decode`: values are checked, and every row has its figures.
@@ -239,6 +272,29 @@ def test_wrong_values_of_a_tail_are_found(rank: int, result: int) -> None:
         decode.measure_decode(rank, 2, 8, 4, "float32", "cpu", 1)
 
 
+@on_ranks(2)
+def test_decode_on_gpus_checks_its_replays_and_explains_their_plan(rank: int) -> None:
+    gpu, explain = world.rank_device("cpu"), fusedcomm.explain
+    explained: list[int] = []
+
+    def plan(*args: Any) -> fusedcomm.Plan:
+        explained.append(captures._warm_ups)
+        return explain(*args)
+
+    def wrong(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: [each + rank for each in call()]
+
+    with (
+        mock.patch.object(world, "rank_device", lambda device_type: gpu),
+        mock.patch.object(fusedcomm, "explain", plan),
+        mock.patch.object(decode, "captured", lambda call: call),
+    ):
+        decode.measure_decode(rank, 2, 8, 4, "float32", "cuda", 1)
+        assert explained == [1]
+        with mock.patch.object(decode, "captured", wrong), pytest.raises(ValuesDiffer, match="rank 1"):
+            decode.measure_decode(rank, 2, 8, 4, "float32", "cuda", 1)
+
+
 def without_code() -> Any:
     """Inside, graphs are run op by op: Inductor's code takes long to compile."""
     compile_ = torch.compile
@@ -269,6 +325,18 @@ def test_the_bench_of_the_start_program_writes_what_it_prints(
     faster, not_slower = report["goals"]
     assert faster["value"] == row["plain_over_compiled"]["median"] and faster["met"] == (faster["value"] >= 1.3)
     assert not_slower["value"] == row["op_over_compiled"]["median"]
+
+
+def test_a_start_program_on_gpus_says_nothing_of_cpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ratio = common.Ratio(1.5, 1.4, 1.6)
+    row = mock.Mock(dtype="bfloat16", plain_over_compiled=ratio, op_over_compiled=ratio)
+    monkeypatch.setattr(world, "asked_for", lambda args: ("cuda", 2, None))
+    monkeypatch.setattr(common, "run_cases", lambda *args: args[-1]([row])["goals"])
+    assert start_program.main([]) == [] and "CPU" not in capsys.readouterr().out
+    monkeypatch.setattr(world, "asked_for", lambda args: ("cpu", 2, None))
+    assert len(start_program.main([])) == 2 and "goal on CPU" in capsys.readouterr().out  # type: ignore[arg-type]
 
 
 # `fusedcomm bench overhead`: planted costs are found where they belong.

@@ -15,7 +15,9 @@ from unittest import mock
 
 import jsonschema
 import pytest
+import torch.distributed as dist
 
+import fusedcomm
 from fusedcomm import env
 from fusedcomm.env import RELEVANT
 from fusedcomm.launch.ranks import RankError, RankFailure, RankPool
@@ -93,6 +95,33 @@ def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
     for primary, level in (("cpu", ERROR), ("cuda", WARNING)):
         found = {each.name: each.level for each in doctor_ranks.find_verdicts(bad, primary)}
         assert found == {"cpu unfused": OK, "cpu chunked": level, "cpu fused": ABSENT, "cpu pipelined": OK}
+
+
+def ask_gpus(rank: int) -> tuple[list[str], GroupAnswer]:
+    """Of ranks that have met by gloo: a planner that wants NCCL needs another group."""
+    made: list[str] = []
+
+    def new_group(backend: str) -> Any:
+        made.append(backend)
+        return dist.group.WORLD
+
+    def explain(op: str, *args: Any) -> fusedcomm.Plan:
+        return fusedcomm.Plan(op, "pipelined" if args[-1] is dist.group.WORLD else "unfused", "of a reason")
+
+    with (
+        mock.patch.object(doctor_ranks, "_facts", lambda with_gpus: rank_facts(gpu=f"{UUID}{rank}")),
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(fusedcomm, "explain", explain),
+        mock.patch.object(doctor_ranks, "rank_device"),
+        mock.patch("torch.cuda.set_device"),
+    ):
+        return made, doctor_ranks.ask(rank, ["cuda"])
+
+
+def test_gpus_are_judged_in_a_group_of_nccl(ranks: Ranks) -> None:
+    made, answer = ranks(2).run(ask_gpus)[0]
+    assert made == ["cpu:gloo,cuda:nccl"]
+    assert [each.algorithm for each in answer.verdicts if each.can_run] == ["pipelined"]
 
 
 def gpu_group(can_run: bool = True) -> GroupAnswer:

@@ -22,6 +22,7 @@ from fusedcomm.bench import launch_now
 from fusedcomm.bench.gpu_check import (
     check_parts,
     child,
+    commands,
     compile_kernels,
     driver,
     kernel_speed,
@@ -42,6 +43,7 @@ from tests.helpers.waiting import is_alive
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CASE_S = 4.0
+OF_THE_CHECK = {"FUSEDCOMM_TIMEOUT_S", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"}
 WHERE = {  # what a part's problem says
     "hang": f"killed in hang: it took longer than {CASE_S:g} s",
     "crash": "killed in crash by SIGSEGV",
@@ -236,6 +238,20 @@ def test_the_command_writes_what_it_ran_on(tmp_path: Path, capsys: pytest.Captur
     assert {"commit", "driver", "cuda_driver", "date", "environment"} <= set(found)
     assert (found["triton_cannot_launch"], part["status"]) == (None, "passed")
     assert "machine: passed" in capsys.readouterr().out
+
+
+def test_the_doctor_looks_at_one_gpu_in_the_environment_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**dict.fromkeys(OF_THE_CHECK, "1"), "CUDA_VISIBLE_DEVICES": "2,3"}.items():
+        monkeypatch.setenv(name, value)
+    environments: list[dict[str, str]] = []
+
+    def run(command: list[str], env: dict[str, str] | None = None, **options: Any) -> Any:
+        environments.append(env or dict(os.environ))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    commands.doctor()
+    assert environments[-1]["CUDA_VISIBLE_DEVICES"] == "2" and not OF_THE_CHECK & environments[-1].keys()
 
 
 def test_wrong_values_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

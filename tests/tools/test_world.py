@@ -12,6 +12,7 @@ import pytest
 
 from fusedcomm import env
 from fusedcomm.bench import common
+from fusedcomm.bench.timing import ValuesDiffer
 from fusedcomm.launch import world
 from fusedcomm.tools import explain, main, postmortem
 
@@ -157,6 +158,21 @@ def test_a_rank_without_a_world_size_is_not_torchrun_s(monkeypatch: pytest.Monke
     assert world.world_size_of(None, "cpu") == 2 and world.is_rank_0()
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert world.world_size_of(None, "cpu") == 4 and not world.is_rank_0()
+
+
+def test_nothing_is_destroyed_behind_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would wait for the graphs that the traceback holds, and for ranks that have not failed."""
+    ended: list[str] = []
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    for name in ("init_process_group", "get_rank", "destroy_process_group"):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *args, name=name, **options: ended.append(name))
+    with pytest.raises(ValuesDiffer), world.ranks("cpu", 1, 60):
+        raise ValuesDiffer
+    with world.ranks("cpu", 1, 60):
+        assert ended == ["init_process_group", "get_rank"] * 2
+    assert ended[4:] == ["destroy_process_group"]
 
 
 def test_a_command_runs_in_any_thread_and_after_any_handler(monkeypatch: pytest.MonkeyPatch) -> None:
