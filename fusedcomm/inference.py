@@ -130,7 +130,7 @@ class Linear:
     __call__ = apply
 
     def _apply(self, given: dict[str, Tensor]) -> Any:
-        if torch.compiler.is_compiling() or self.should_run(given["x"].shape[:-1].numel()):
+        if call_check.is_traced(given["x"]) or self.should_run(given["x"].shape[:-1].numel()):
             return OPS[self.op].function(**self._fixed, **given)
         spec, args = arguments_of(self.op, **self._fixed, **given)
         plan = Plan(self.op, "unfused", "should_run is False", exchange=spec.exchange_of(args))
