@@ -104,16 +104,16 @@ class Linear:
         return 0 < num_rows <= self.max_rows and self._runs[(num_rows - 1).bit_length()]
 
     def warm_up(self, rows: Iterable[int] | None = None) -> None:
-        """Make the memory, plans and kernels of calls. Afterwards no call of these numbers of rows, of contiguous and
-        aligned tensors, makes any, until another op of the group makes its memory grow. It is a collective.
+        """Make the memory, plans and kernels of calls, and NCCL's communicator if some run unfused. Afterwards no call
+        of these numbers of rows, of contiguous and aligned tensors, makes any, until another op of the group makes its
+        memory grow. It is a collective.
 
         Args:
             rows: the numbers of rows that will come, the same on all ranks; None for 1 to max_rows.
         """
-        every = range(1, self.max_rows + 1) if rows is None else rows
-        runs = [each for each in every if self.should_run(each)]
-        runs.sort(key=lambda each: -self._plan(each).slot_bytes)
-        for each in (*runs[:1], *runs, *runs):  # memory grows once; the second call prepares those behind it
+        every = list(range(1, self.max_rows + 1) if rows is None else rows)
+        every.sort(key=lambda each: -self._plan(each).slot_bytes if self.should_run(each) else 0)
+        for each in (*every[:1], *every, *every):  # memory grows once; the second call prepares those behind it
             self.apply(*self._inputs(each).values())
         self._vote()  # an algorithm may have failed its proof, or memory may be missing
 
@@ -130,7 +130,7 @@ class Linear:
     __call__ = apply
 
     def _apply(self, given: dict[str, Tensor]) -> Any:
-        if torch.compiler.is_compiling() or self.should_run(given["x"].shape[:-1].numel()):
+        if call_check.is_traced(given["x"]) or self.should_run(given["x"].shape[:-1].numel()):
             return OPS[self.op].function(**self._fixed, **given)
         spec, args = arguments_of(self.op, **self._fixed, **given)
         plan = Plan(self.op, "unfused", "should_run is False", exchange=spec.exchange_of(args))

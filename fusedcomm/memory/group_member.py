@@ -164,6 +164,12 @@ class Member:
             self.workspace.call_number = self.num_calls
             self.workspace.enter(op, fingerprint)
 
+    def left(self, op: str, by: BaseException) -> None:
+        """Let later calls raise: the next one would not come to the place where the peers wait."""
+        text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(by).__name__}"
+        self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
+        self.prepare_anew()  # prepared calls do not look at the error
+
     def check(self, op: str) -> None:
         for each in (*self.retired, *([self.workspace] if self.workspace else [])):
             each.check(op)
@@ -218,9 +224,8 @@ class Member:
         except PeerError as failed:
             self.error = failed.until_reset()
             raise self.error.again() from failed  # a copy, as a raised exception keeps all its callers' tensors alive
-        except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
-            text = f"{op} on group {self.group_name!r}, rank {self.rank}: left by {type(left).__name__}"
-            self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
+        except BaseException as left:  # by Ctrl-C
+            self.left(op, left)
             raise
         self.unavailable = made
         self.prepare_anew()

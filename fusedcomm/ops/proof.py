@@ -56,7 +56,7 @@ Problem = ExactProblem | NormProblem
 Runs = list[tuple[Problem, list[calls.Ran]]]  # this rank's
 Pairs = Sequence[tuple[Tensor, Tensor]]  # of what a proof got and must get
 _MOST_LETTERS = 300
-_WRONG, _NO_MEMORY, _LATE, _BROKEN = range(4)  # causes first: a failure makes peers late or broken
+_RAISED, _WRONG, _LATE, _BROKEN = range(4)  # causes first: what one raises makes peers wrong, late or broken
 
 
 def is_unproved(plan: Plan, dtype: torch.dtype, ours: Member, uneven: bool) -> bool:
@@ -170,10 +170,8 @@ def _try(results: Callable[[Member], Pairs], own: Member) -> tuple[int, str]:
         return _LATE, f"was late: {_first_line(error)}"
     except PeerError as error:
         return _BROKEN if error.peers else _WRONG, f"failed: {_first_line(error)}"  # guard bytes name no peer
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        return _NO_MEMORY, f"raised {_first_line(error)}"
     except Exception as error:
-        return _WRONG, f"raised {_first_line(error)}"
+        return _RAISED, f"raised {_first_line(error)}"
     return _WRONG, ""
 
 
@@ -210,10 +208,8 @@ def outcome(
         ours.error = own.error or failed.until_reset()
         ours.prepare_anew()  # prepared calls do not look at the error
         raise ours.error.again() from failed
-    except BaseException as left:  # by Ctrl-C: the next call does not come to the place where the peers wait
-        text = f"{kind} on group {ours.group_name!r}, rank {ours.rank}: left by {type(left).__name__}"
-        ours.error = PeerError(text, peers=[ours.rank], op=kind, epoch=0).until_reset()
-        ours.prepare_anew()
+    except BaseException as left:  # by Ctrl-C
+        ours.left(kind, left)
         raise
     finally:
         own.close()
@@ -267,8 +263,16 @@ def _by_group(ours: Member, problems: Sequence[Problem], dtype: torch.dtype) -> 
         sums = ours.topology.backend_sums
         return Plan(op, "pipelined", "proof", num_rounds=NUM_ROUNDS, backend_sums=sums, exchange=exchange)
 
-    runs = [(problem, _run(problem, ours.memory, dtype, plan)) for problem in problems]
+    runs, failures = [(problem, list[calls.Ran]()) for problem in problems], list[Exception]()
+    for problem, ran in runs:
+        for call in calls_of(problem, ours.rank, dtype, ours.device, ours.group_name):
+            try:
+                ran.append(call.run(ours.memory, plan))
+            except Exception as error:  # the peers run the rest before they vote
+                failures.append(error)
     _synchronize(ours.device)
+    if failures:
+        raise failures[0]
     return runs
 
 

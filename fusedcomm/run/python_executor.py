@@ -3,7 +3,7 @@
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -26,11 +26,15 @@ _MOST_KEPT = 4096  # kernels of a workspace; with more, as when sizes keep chang
 def run(
     schedule: steps.Schedule, memory: CallMemory, op: str, fingerprint: int, inputs: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """The tensors that the call returns. A round that fails or is left half way breaks the workspace."""
+    """The tensors that the call returns. A round that fails or is left half way breaks the workspace; a call by the
+    group's collectives sends NaN for the rest.
+    """
     execution = Execution(schedule, memory, op, fingerprint, inputs)
     try:
         execution.run()
     except BaseException:
+        with suppress(Exception):  # of a group that has failed
+            execution.send_nan()
         execution.join()
         raise
     return [execution.returned(place) for place in schedule.returned]
@@ -45,6 +49,7 @@ class Execution:
         self.schedule, self.memory, self.inputs = schedule, memory, inputs
         self.workspace = cast(Workspace, memory)  # the steps of slots and flags are in schedules for a workspace alone
         self.op, self.fingerprint = op, fingerprint
+        self.at = 0  # in the schedule
         self.results = [memory.empty(*each) for each in schedule.results]
         device = memory.device
         self.temporaries = torch.empty(schedule.temporary_bytes, dtype=torch.uint8, device=device)
@@ -63,7 +68,8 @@ class Execution:
     def run(self) -> None:
         with ExitStack() as lane:
             name = ""
-            for step in self.schedule.steps:
+            for at, step in enumerate(self.schedule.steps):
+                self.at = at
                 if step.lane != name:
                     lane.close()
                     name = step.lane
@@ -76,6 +82,16 @@ class Execution:
         if self.streams and not is_capturing(self.memory.device):
             for stream in self.streams.values():
                 self.streams[steps.Stream.MAIN].wait_stream(stream)
+
+    def send_nan(self) -> None:
+        """Run the collectives that are left, or they would meet those of this rank's next call: of equal sizes,
+        without an error.
+        """
+        for step in () if is_capturing(self.memory.device) else self.schedule.steps[self.at :]:
+            if isinstance(step.work, steps.Collective) and step.work.source.base != steps.Base.INPUT:
+                self.tensor(step.work.source).view(torch.uint8).fill_(0xFF)  # NaN of every floating dtype
+            if isinstance(step.work, steps.Collective | steps.Finish):
+                self.step(step.work, step.stream)
 
     def step(self, work: Any, stream: steps.Stream) -> None:
         match work:
@@ -101,7 +117,8 @@ class Execution:
                 to, source = self.tensor(work.to), self.tensor(work.source)
                 self.collectives[work.number] = begin(work.kind, group_name, to, source)
             case steps.Finish():
-                self.collectives.pop(work.number)()
+                self.collectives[work.number]()
+                del self.collectives[work.number]
             case steps.Signal():
                 self._signal(work.dst_rank, stream)
             case steps.Wait():

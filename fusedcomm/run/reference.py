@@ -2,17 +2,20 @@
 
 ``cut``: where parts differ in size. ``padded``: whether these are then padded to blocks of one size, for the backend's
 own collective; otherwise an all_to_all takes them as they are. All ranks must say the same: `cost` decides.
+
+What graphs never hold runs without functional collectives: on NCCL these take a stream of their own, with events before
+and after, copy what an all_reduce gets, and send an all_to_all of equal parts one by one.
 """
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
-import torch.distributed.distributed_c10d as c10d
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fusedcomm.memory.group import find
 from fusedcomm.plan.geometry.cut import Cut, Parts
 
 _c10d = torch.ops._c10d_functional
@@ -42,9 +45,7 @@ def exchange(
     if group_size == 1:
         return t.contiguous()
     blocks = t.unflatten(scatter_dim, (group_size, t.shape[scatter_dim] // group_size)).movedim(scatter_dim, 0)
-    rows = [blocks.shape[1]] * group_size
-    sent = blocks.flatten(0, 1).contiguous()
-    received = _c10d.wait_tensor(_c10d.all_to_all_single(sent, rows, rows, group_name))
+    received = _equal_all_to_all(blocks.flatten(0, 1).contiguous(), group_name)
     return received.view(blocks.shape).movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
 
@@ -61,12 +62,17 @@ def _uneven_exchange(t: Tensor, gather_dim: int, scatter_dim: int, group_name: s
     if padded:
         outer = math.prod(size for dim, size in enumerate(t.shape) if dim not in (gather_dim, scatter_dim))
         step = _aligned(outer * gathered.largest * scattered.largest, t)
-        even = [step] * group_size
-        arrived = _c10d.wait_tensor(_c10d.all_to_all_single(_padded(sent, step), even, even, group_name))
+        arrived = _equal_all_to_all(_padded(sent, step), group_name)
         blocks = [block[:size] for block, size in zip(arrived.split(step), receives, strict=True)]
     else:
         blocks = _all_to_all(sent, receives, group_name)
     return torch.cat([block.view(shape) for block, shape in zip(blocks, shapes, strict=True)], gather_dim)
+
+
+def _equal_all_to_all(sent: Tensor, group_name: str) -> Tensor:
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=find(group_name))
+    return received
 
 
 def _all_to_all(sent: Sequence[Tensor], receives: list[int], group_name: str) -> list[Tensor]:
@@ -126,8 +132,7 @@ def reduce_scatter(
     t = averaged(t, reduce_op, group_size)
     blocks = t.unflatten(scatter_dim, (group_size, t.shape[scatter_dim] // group_size)).movedim(scatter_dim, 0)
     sent = blocks.flatten(0, 1).contiguous()
-    total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", group_size, group_name))
-    return total.view(blocks.shape[1:])
+    return _equal_reduce_scatter(sent, group_size, group_name).view(blocks.shape[1:])
 
 
 def _uneven_reduce_scatter(
@@ -141,13 +146,19 @@ def _uneven_reduce_scatter(
     if padded:
         outer = math.prod(size for dim, size in enumerate(t.shape) if dim != scatter_dim)
         flat = _padded(sent, _aligned(outer * cut.scattered.largest, t))
-        total = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", group_size, group_name))
+        total = _equal_reduce_scatter(flat, group_size, group_name)
         return total[: own.numel()].view(own.shape)
     blocks = _all_to_all(sent, [own.numel()] * group_size, group_name)
     total = blocks[0].to(torch.promote_types(t.dtype, torch.float32))
     for block in blocks[1:]:  # in rank order, and rounded once
         total = total + block
     return total.to(t.dtype).view(own.shape)
+
+
+def _equal_reduce_scatter(sent: Tensor, group_size: int, group_name: str) -> Tensor:
+    total = sent.new_empty(sent.shape[0] // group_size, *sent.shape[1:])
+    dist.reduce_scatter_tensor(total, sent, group=find(group_name))
+    return total
 
 
 def parts(t: Tensor, dim: int, parts: Parts) -> list[Tensor]:
@@ -165,11 +176,14 @@ def _aligned(numel: int, t: Tensor) -> int:
     return -(-(numel or 1) // step) * step
 
 
-def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str) -> Tensor:
-    """The sum or average of every rank's t."""
+def all_reduce(t: Tensor, reduce_op: str, group_size: int, group_name: str, *, owned: bool = False) -> Tensor:
+    """The sum or average of every rank's t. ``owned``: in t's memory, and in no graph."""
     if group_size == 1:
         return t.contiguous()
     part = averaged(t, reduce_op, group_size).contiguous()
+    if owned:
+        dist.all_reduce(part, group=find(group_name))
+        return part
     return _c10d.wait_tensor(_c10d.all_reduce(part, "sum", group_name))
 
 
@@ -205,8 +219,7 @@ def all_gather_into_tensor(t: Tensor, group_size: int, group_name: str) -> Tenso
 
 
 def _is_gloo(group_name: str, device_type: str) -> bool:
-    pg = c10d._resolve_process_group(cast(c10d.GroupName, group_name))
-    return bool(pg._get_backend(torch.device(device_type)).name() == "gloo")
+    return bool(find(group_name)._get_backend(torch.device(device_type)).name() == "gloo")
 
 
 _is_gloo._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does

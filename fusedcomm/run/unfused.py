@@ -55,7 +55,8 @@ def push_reduce(s: CallMemory, exchange: Exchange, terms: Terms) -> list[Tensor]
 def push_reduce_gather(s: CallMemory, exchange: Exchange, terms: Terms) -> list[Tensor]:
     """``all_reduce(x @ w + partial_bias) * scale + bias``."""
     y = _product(terms.x, terms.w, terms.partial_bias)
-    return _with_bias(terms, reference.all_reduce(y, _reduce_op(terms.scale), s.group_size, s.group_name))
+    moves = s.group_size, s.group_name
+    return _with_bias(terms, reference.all_reduce(y, _reduce_op(terms.scale), *moves, owned=terms.w is not None))
 
 
 def _with_bias(terms: Terms, total: Tensor) -> list[Tensor]:
@@ -74,7 +75,7 @@ def push_reduce_norm(
     eps: float,
 ) -> list[Tensor]:
     """``residual_out = all_reduce(x @ w) + bias + residual``, behind its ``rms_norm(residual_out) * norm_weight``."""
-    total = reference.all_reduce(_product(x, w, None), "sum", s.group_size, s.group_name)
+    total = reference.all_reduce(_product(x, w, None), "sum", s.group_size, s.group_name, owned=w is not None)
     return _with_norm(total, bias, residual, eps, *norm)
 
 

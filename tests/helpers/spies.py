@@ -136,9 +136,9 @@ def logged(level: int = logging.NOTSET) -> Iterator[list[str]]:
 def first_arguments(owner: Any, name: str) -> Iterator[list[Any]]:
     found, run = list[Any](), getattr(owner, name)
 
-    def spied(first: Any, *args: Any) -> Any:
+    def spied(first: Any, *args: Any, **options: Any) -> Any:
         found.append(first)
-        return run(first, *args)
+        return run(first, *args, **options)
 
     with mock.patch.object(owner, name, spied):
         yield found

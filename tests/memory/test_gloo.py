@@ -24,7 +24,7 @@ from fusedcomm.run import reference
 from fusedcomm.run.reference import all_gather_into_tensor
 from tests.helpers import redistribution_world as world
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.spies import Dispatched
+from tests.helpers.spies import Dispatched, first_arguments
 
 # The functional collectives that gloo of torch 2.11 to 2.15 copies to the host, and its class for CUDA tensors. Sums
 # have theirs in libtorch_cuda (ProcessGroupGlooCuda.cpp), and a reduce_scatter is an all_reduce.
@@ -65,6 +65,15 @@ def test_no_collective_that_ends_the_process_gets_cuda_tensors(rank: int) -> Non
     with pretended_cuda(), Dispatched() as ran:
         run_all(rank)
     assert set(ran.names("_c10d_functional")) == set(COPIED)
+
+
+@on_ranks(2)
+def test_a_product_is_summed_where_it_is(rank: int) -> None:
+    x, w = torch.full((2, 3), rank + 1.0), torch.ones(3, 2)
+    with fusedcomm.force_algorithm("unfused", strict=True), first_arguments(dist, "all_reduce") as given:
+        y, plain = fusedcomm.matmul_all_reduce(x, w), fusedcomm.all_reduce(x)
+    assert [t.data_ptr() for t in given] == [y.data_ptr()] and (y == 9).all()
+    assert (plain == 3).all() and (x == rank + 1).all()
 
 
 @on_ranks(2)

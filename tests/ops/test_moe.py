@@ -224,6 +224,19 @@ def test_pieces_are_those_of_ranks_with_another_loss(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_call_left_between_collectives_leaves_an_error_until_a_reset(rank: int) -> None:
+    x, w, ids = integers(1, 4, H).float(), integers(2, 2, H, N).float(), torch.arange(8).view(4, 2) % 4
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined"):
+        right = fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, 16, group=group)[0]
+        with mock.patch.object(routed_rows, "_of_piece", side_effect=MemoryError), pytest.raises(MemoryError):
+            fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, 16, group=group)
+        with pytest.raises(fusedcomm.PeerError, match=f"rank {rank}: left by MemoryError.*Call fusedcomm.reset"):
+            fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, 16, group=group)
+        fusedcomm.reset(group)
+        assert fusedcomm.dispatch_grouped_matmul(x, ids, w, 4, 16, group=group)[0].equal(right)
+
+
+@on_ranks(2)
 def test_second_derivatives_and_recomputation(rank: int) -> None:
     """gradgradcheck of a program that every rank runs on the same numbers, of which each has its own experts."""
     ids = torch.tensor([[0, 1], [1, -1], [0, 0]])

@@ -28,7 +28,7 @@ from fusedcomm.ops.proof import SIZES
 from fusedcomm.ops.whole_group import PROGRAMS, MatmulSize
 from fusedcomm.plan import planner
 from fusedcomm.plan.planner import Plan
-from fusedcomm.run import calls, native_plan
+from fusedcomm.run import calls, native_plan, python_executor
 from tests.helpers.groups import call, check, fresh_group, in_pieces, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED
@@ -490,8 +490,22 @@ def test_sums_of_the_backend_have_a_proof_of_their_own(rank: int, tmp_path: Path
                 assert proof._outcome(kind, "pipelined", torch.bfloat16, member_of(group), False) == ""
 
 
+def raises_half_way(rank: int, right: Plant, *args: Any) -> Any:
+    """In the matmuls of rank 1, before and behind a collective: the peers wait for all of its collectives."""
+    error = RuntimeError("planted") if rank == 1 else None
+    with mock.patch.object(python_executor, "multiply", mock.Mock(side_effect=error, wraps=python_executor.multiply)):
+        return right(*args)
+
+
+FAILS = {
+    wrong_on_one_rank: "pipelined of float32 failed its proof on",
+    raises_everywhere: "rank 0 raised MemoryError",
+    raises_half_way: "rank 1 raised RuntimeError: planted",
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("plant", [wrong_on_one_rank, raises_everywhere])
+@pytest.mark.parametrize("plant", FAILS)
 @pytest.mark.parametrize("op", ["matmul_all_to_all", "all_gather_matmul"])
 def test_a_wrong_one_is_not(rank: int, op: str, plant: Any, tmp_path: Path) -> None:
     with in_pieces(3), planted_in("pipelined", plant), proving(tmp_path, HOST_ID=f"host {rank}") as (group, made):
@@ -499,7 +513,7 @@ def test_a_wrong_one_is_not(rank: int, op: str, plant: Any, tmp_path: Path) -> N
             check(group, BY_OP[op], call(group, BY_OP[op], seed), seed)
         plan = plan_of_all(group, BY_OP[op])
     assert plan.algorithm == "unfused" and made == [f"{op} pipelined"]
-    assert "pipelined of float32 failed its proof on" in plan.reason or "raised MemoryError" in plan.reason
+    assert FAILS[plant] in plan.reason
 
 
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", pytest.param("matmul_all_reduce", marks=pytest.mark.thorough)])

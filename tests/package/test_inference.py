@@ -1,6 +1,7 @@
 """Objects for engines: values of every row count, decisions that all ranks share, and nothing new after the warm-up."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import fusedcomm
 from fusedcomm.inference import Linear, RowParallelTail
+from fusedcomm.run import unfused
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import python_calls
@@ -88,6 +90,9 @@ def test_what_one_rank_has_set_decides_for_all(rank: int) -> None:
             calls = {what: made(what, rank, group) for what in (TAIL, *OPS)}
         for what, call in calls.items():
             assert not call.can_run() and not call.should_run(1) and call.reason == "forced"
+            with mock.patch.object(unfused, "reference", wraps=unfused.reference) as moves:
+                call.warm_up([3])
+            assert moves.method_calls, what  # or a CUDA graph would hold the first collective of NCCL
             check(call, what, rank, 3)
     with fresh_group(WORKSPACE_BYTES="1000" if rank else "100000000") as group:
         call = made(TAIL, rank, group, 64)

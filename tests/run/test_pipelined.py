@@ -19,8 +19,8 @@ from fusedcomm.run.group_collectives import begin
 from fusedcomm.run.python_executor import Execution
 from tests.helpers.groups import AS_IT_IS, EARLY, LATE, call, check, empty_is_nan, fresh_group, in_pieces, moved
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import NAMED
-from tests.helpers.problems import Problem, integers
+from tests.helpers.op_problems import NAMED, as_list
+from tests.helpers.problems import Problem, expected, integers
 from tests.helpers.uneven import Uneven
 from tests.ops.test_uneven import MANY_ROUNDS, check_call
 from tests.plan.test_model import CALLS, CPU
@@ -108,6 +108,30 @@ def test_a_wait_is_for_one_collective(rank: int) -> None:
         store.wait(["waited for the first"])
         second = begin("all_gather", group.group_name, flat[1], sent[0])
     second()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_rank_that_raises_sends_nan_for_the_rest_of_its_call(rank: int, name: str) -> None:
+    """Its next call meets the peers' next. ``at``: in quarters of the steps."""
+    problem, step, failures = BY_NAME[name], Execution.step, list[Exception]()
+
+    def failing(self: Execution, *args: Any) -> None:
+        if failures and self.at == at * (len(self.schedule.steps) - 1) // 4:
+            raise failures.pop()
+        step(self, *args)
+
+    with fresh_group() as group, fusedcomm.force_algorithm("pipelined", strict=True), in_pieces(3):
+        for at in range(5):
+            if rank == 1:
+                failures.append(MemoryError("planted"))
+                with mock.patch.object(Execution, "step", failing), pytest.raises(MemoryError, match="planted"):
+                    call(group, problem, at)
+            else:
+                outs, wants = as_list(call(group, problem, at)), as_list(expected(problem, 3, seed=at)[rank])
+                for out, want in zip(outs, wants, strict=True):
+                    assert ((out == want) | out.isnan()).all()
+            check(group, problem, call(group, problem, at + 5), at + 5)
 
 
 @on_ranks(3)

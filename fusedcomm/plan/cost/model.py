@@ -431,7 +431,7 @@ class TimedCall:
 
     def _num_layout_copies(self) -> int:
         """The copies of `unfused`: before the collective where it scatters an inner dim, after it where it gathers
-        one, and one for all_reduce, as it is functional.
+        one, and one for all_reduce, though only one of x itself still makes it.
         """
         scattered = self.exchange.packed if self.exchange.gathers else (self.exchange.shape, self.exchange.split_dim)
         scatters, gathers = (math.prod(shape[:dim]) > 1 for shape, dim in (scattered, self.exchange.unpacked))
