@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +131,10 @@ def triton_version() -> tuple[int, ...]:
 
 @functools.cache
 def driver_version() -> int:
-    """The CUDA driver's, as 12030 of 12.3."""
+    """The CUDA driver's, as 12030 of 12.3; 0 without one."""
     version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    with suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
 
 

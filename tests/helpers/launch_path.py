@@ -43,7 +43,7 @@ from fusedcomm.plan.tiles import num_cuts
 from fusedcomm.run import python_executor
 from fusedcomm.run.packing import pack
 from tests.helpers import compile_only
-from tests.helpers.device_rules import Argument, Launch, Write, argument_violations
+from tests.helpers.device_rules import EARLY_START, Argument, Launch, Write, argument_violations
 from tests.helpers.fake_driver import FakeDriver, Refused
 from tests.helpers.op_problems import ALL_PROBLEMS
 from tests.helpers.pretended_gpu import DEVICE, PretendedGpu
@@ -153,7 +153,8 @@ def _as_json(enqueued: Launch | Write) -> dict[str, Any]:
     if isinstance(enqueued, Write):
         return {"kernel": "write", "stream": enqueued.stream}
     kernel, grid, shared = enqueued.kernel.name, enqueued.grid[0], enqueued.shared
-    return {"kernel": kernel, "grid": grid, "shared": shared, "stream": enqueued.stream}
+    facts = {"grid": grid, "shared": shared, "stream": enqueued.stream, "early": EARLY_START in enqueued.attributes}
+    return {"kernel": kernel, **facts}
 
 
 def arguments_of(kernel: Any, args: Sequence[Any]) -> list[Argument]:

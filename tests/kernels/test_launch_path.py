@@ -266,6 +266,7 @@ def test_calls_launch_what_they_must(calls: list[dict[str, Any]]) -> None:
     for case in cases:
         num_rounds = launched_rounds(case)
         assert num_rounds >= (2 if "aligned" in case["case"] else 1)
+        assert all(each["early"] for each in case["launches"] if each["kernel"] != "write")
 
 
 def rounds_of(case: dict[str, Any]) -> int:
