@@ -269,9 +269,7 @@ BROKE = [of_an_integer, of_two_dtypes, square, scaled_by_amax, turned]
 @pytest.mark.parametrize("commute", [True, False])
 @pytest.mark.parametrize("program", BROKE)
 def test_programs_that_broke_a_pass(rank: int, program: Program, commute: bool) -> None:
-    """Operands of two dtypes, a permute that is no transpose, an amax that names no dim, one of two equal products
-    turned by complex numbers.
-    """
+    """Two dtypes, a permute that is no transpose, an amax without a dim, one of two equal products turned."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="fusedcomm.compile")  # a pass that fails says so
         check(program, commute)

@@ -75,12 +75,10 @@ class Refused(Exception):
 
 
 class FakeDriver:
-    """The library, compiled into ``folder`` and loaded in place of the machine's, if it has one.
+    """The library, compiled into ``folder`` and loaded in place of the machine's, or ``library``, loaded already.
 
-    ``library``: the file in ``folder`` that is loaded already.
-
-    ``launches`` and ``tensor_maps`` hold what the device took, and ``enqueued`` the launches among the writes of
-    streams. ``tensors`` says where memory of the call is, ``streams`` the handles of the streams.
+    ``launches`` and ``tensor_maps`` hold what the device took, ``enqueued`` the launches among the writes of streams.
+    ``tensors``: memory of the call; ``streams``: their handles.
     """
 
     def __init__(

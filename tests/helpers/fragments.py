@@ -18,7 +18,6 @@ from tests.helpers.program_parts import (
     K,
     N,
     T,
-    all_gather,
     all_gather_autograd,
     heads_first,
     mesh,
@@ -119,7 +118,7 @@ def deepspeed_before_attention(r: int) -> Any:
 @fragment([M2A], [A2M])
 def veomni_before_attention(r: int) -> Any:
     def program(x: Tensor, w: Tensor) -> Tensor:
-        return veomni((x @ w).view(T, HEADS, DIM), 1, 0, r)
+        return veomni((x @ w).view(T, HEADS, DIM), r)
 
     return program, [(T, K), (K, N)]
 
@@ -250,48 +249,12 @@ def megatron_row_parallel(r: int) -> Any:
     return program, [(T * r, B, K), (N, K)]
 
 
-@fragment([AGM], grad=False)
-def gathered_k(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return all_gather(x, 1, world()) @ w
-
-    return program, [(T, K), (K * r, N)]
-
-
-@fragment([AGM], grad=False)
-def gathered_is_used_again(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = all_gather(x, 1, world())
-        return gathered @ w, gathered.sum(-1)
-
-    return program, [(B, T, K), (K, N)]
-
-
-@fragment([MRS], grad=False)
-def scattered_columns(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return reduce_scatter(x @ w, "avg", 1, world())
-
-    return program, [(T, K), (K, N)]
-
-
 @fragment([MRS], grad=False)
 def sum_of_matmuls(r: int) -> Any:
     def program(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor) -> Tensor:
         return reduce_scatter(x @ w + x2 @ w2, "sum", 1, world())
 
     return program, [(B, T * r, K), (K, N), (B, T * r, N), (N, N)]
-
-
-@fragment([M2A], grad=False)
-def all_to_all_in_place(r: int) -> Any:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        y = (x @ w).view(T, r, N // r).transpose(0, 1).contiguous()
-        out = torch.empty_like(y)
-        dist.all_to_all_single(out, y)
-        return out.flatten(0, 1)
-
-    return program, [(T, K), (K, N)]
 
 
 @fragment([MAR], grad=False)
@@ -302,15 +265,3 @@ def all_reduce_in_place(r: int) -> Any:
         return y
 
     return program, [(B, T, K), (N, K)]
-
-
-@fragment([AGM, MRS], grad=False)
-def gather_and_scatter_in_place(r: int) -> Any:
-    def program(x: Tensor, w: Tensor, wo: Tensor) -> Tensor:
-        gathered = x.new_empty(r * T, B, K)
-        dist.all_gather_into_tensor(gathered, x)
-        out = x.new_empty(T, B, K)
-        dist.reduce_scatter_tensor(out, gathered @ w @ wo)
-        return out
-
-    return program, [(T, B, K), (K, N), (N, K)]

@@ -20,8 +20,8 @@ from fusedcomm.memory.vote import STORE_THREAD
 from fusedcomm.run import python_executor
 from tests.helpers.groups import call, check, empty_is_nan
 from tests.helpers.hosts import sent_bytes, set_link
-from tests.helpers.op_problems import NAMED, as_list, expected_gradients, loss_weights
-from tests.helpers.problems import Problem, expected, integers, leaves, unflat
+from tests.helpers.op_problems import NAMED, check_gradients
+from tests.helpers.problems import Problem, integers
 from tests.helpers.uneven import Uneven
 from tests.helpers.waiting import wait_until
 
@@ -46,17 +46,6 @@ def new_groups(names: list[str], timeout_s: float = WAIT_S) -> Iterator[dict[str
         dist.destroy_process_group(group)
 
 
-def check_gradients(group: Any, problem: Problem) -> None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    tensors = leaves(problem, rank, size)
-    with empty_is_nan():
-        outs = as_list(problem.call(unflat(problem, tensors), group))
-        torch.autograd.backward(outs, list(loss_weights(problem, outs, rank, size)))
-    torch.testing.assert_close(outs, as_list(expected(problem, size)[rank]), rtol=0, atol=0)
-    for t, want in zip(tensors, expected_gradients(problem, rank, size), strict=True):
-        assert t is None or torch.equal(t.grad, want)
-
-
 def plans(group: Any) -> list[list[str]]:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     made = [problem.plan(integers(problem, rank, size), group) for problem in PROBLEMS]
@@ -69,9 +58,10 @@ def values(rank: int, folder: Path) -> dict[str, Any]:
     with new_groups(list(MEMBERS)) as groups:
         for name, group in groups.items():
             for algorithm in ("chunked", "pipelined", None):
-                with fusedcomm.force_algorithm(algorithm, strict=algorithm != "chunked" or name.startswith("host")):
+                strict = algorithm != "chunked" or name.startswith("host")
+                with fusedcomm.force_algorithm(algorithm, strict=strict), empty_is_nan():
                     for problem in PROBLEMS:
-                        check_gradients(group, problem)
+                        check_gradients(problem, group=group)
             found[name] = plans(group)
     return found
 
@@ -160,7 +150,7 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
             found["gather across"] = until_error(other, gather)
         meet(rank, folder, "failed")
         for each in PROBLEMS * 3:
-            check_gradients(inside, each)  # memory that is there already, so this needs no store
+            check_gradients(each, group=inside)  # memory that is there already, so this needs no store
         meet(rank, folder, "inside")
         steps = (
             lambda: check(inside, LARGER, call(inside, LARGER)),
@@ -181,7 +171,7 @@ def cut(rank: int, folder: Path) -> dict[str, Any]:
         os.environ["FUSEDCOMM_TIMEOUT_S"] = str(WAIT_S)
         with new_groups(["whole"]) as groups, fusedcomm.force_algorithm("pipelined", strict=True):
             for each in PROBLEMS:
-                check_gradients(groups["whole"], each)
+                check_gradients(each, group=groups["whole"])
     found["blocked"] = num_blocked()
     return found
 

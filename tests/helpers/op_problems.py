@@ -5,10 +5,22 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fusedcomm
-from tests.helpers.problems import OPS, PROBLEMS, Problem, exact, flat, integers, whole_group
+from tests.helpers.problems import (
+    OPS,
+    PROBLEMS,
+    Problem,
+    exact,
+    expected,
+    flat,
+    integers,
+    leaves,
+    unflat,
+    whole_group,
+)
 
 _to_all = partial(Problem, op="all_to_all_matmul")
 _gather = partial(Problem, op="all_gather_matmul")
@@ -126,9 +138,7 @@ def expected_gradients(
 ) -> list[Tensor | None]:
     """The gradients of this rank's x, weights and biases, through the program of the whole group, in float64.
 
-    ``used``: which results of a list the loss takes.
-
-    matmul_all_reduce takes its gradient to be replicated: the loss is that of one model, not the sum of every rank's.
+    ``used``: results of a list in the loss, which is a sum over ranks; a matmul_all_reduce has one of all ranks.
     """
     leaves = [
         [None if t is None else t.double().requires_grad_() for t in flat(integers(problem, r, group_size))]
@@ -143,6 +153,17 @@ def expected_gradients(
     mine = [t for t in leaves[rank] if t is not None]
     grads = iter(torch.autograd.grad(loss, mine, materialize_grads=True))
     return [None if t is None else exact(next(grads), dtype) for t in leaves[rank]]
+
+
+def check_gradients(problem: Problem, dtype: torch.dtype = torch.float32, group: Any = None) -> None:
+    """Check results and gradients against the whole group's program, without communication, in float64."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tensors = leaves(problem, rank, size, dtype)
+    outs = as_list(problem.call(unflat(problem, tensors), group))
+    torch.testing.assert_close(outs, as_list(expected(problem, size, dtype)[rank]), rtol=0, atol=0)
+    torch.autograd.backward(outs, [w.to(dtype) for w in loss_weights(problem, outs, rank, size)])
+    for t, want in zip(tensors, expected_gradients(problem, rank, size, dtype), strict=True):
+        assert t is want is None or torch.equal(t.grad, want)
 
 
 def as_list(out: Any) -> list[Tensor]:

@@ -143,9 +143,7 @@ K = 5
 
 
 class NormCase(Case):
-    """``shape``: rows and columns of the sum. ``splits``: one_shot or two_shot, of an all_reduce; the last rank may get
-    one row less of a reduce_scatter.
-    """
+    """``shape``: of the sum. ``splits``: one_shot or two_shot, of an all_reduce. A reduce_scatter may be uneven."""
 
     __slots__ = ()
 

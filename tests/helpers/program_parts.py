@@ -70,10 +70,7 @@ def tokens_first(t: Tensor, r: int) -> Tensor:
     return t.reshape(r * heads, tokens // r, b, dim).transpose(0, 2).contiguous().reshape(b, tokens // r, -1, dim)
 
 
-def veomni(t: Tensor, scatter_dim: int, gather_dim: int, r: int) -> Tensor:
-    """[t, h, d] for packed sequences, in the way of VeOmni: dims 0 and 1 change places."""
-    if scatter_dim == 1:
-        t = t.reshape(t.shape[0], r, t.shape[1] // r, *t.shape[2:]).transpose(0, 1).contiguous()
-        return AllToAll.apply(t.flatten(0, 1))
-    t = AllToAll.apply(t.contiguous())
-    return torch.cat(t.split(t.size(0) // r), dim=gather_dim)
+def veomni(t: Tensor, r: int) -> Tensor:
+    """[t, h, d] for packed sequences, in the way of VeOmni: the heads are sent."""
+    t = t.reshape(t.shape[0], r, t.shape[1] // r, *t.shape[2:]).transpose(0, 1).contiguous()
+    return AllToAll.apply(t.flatten(0, 1))

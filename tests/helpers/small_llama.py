@@ -83,11 +83,8 @@ _numbers = itertools.count()
 
 @contextmanager
 def meshes(*sizes: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
-    """The mesh of data parallelism and that of tensor parallelism; of three sizes, the former is 2-D.
-
-    No two have the same names: DTensor remembers meshes, and takes equal ones for one, though its groups are gone.
-    """
-    number = next(_numbers)
+    """Of data parallelism, 2-D if there are three sizes, and of tensor parallelism."""
+    number = next(_numbers)  # DTensor takes meshes of one name for one, though the groups of the first are gone
     names = tuple(f"{name}_{number}" for name in ("replicate", "shard", "tensor")[-len(sizes) :])
     with left_as_found():
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -189,11 +186,10 @@ def train(
     max_norm: float | None = 1.0,
     laid_out: bool = True,
 ) -> Run:
-    """Train ``called``, by default the model itself.
+    """Train ``called``, by default the model itself. ``data``: the mesh over which batches are split, 1-D.
 
-    ``data``: the mesh over which batches are split, 1-D. ``pieces``: microbatches of a batch; ``before_piece``: a
-    context around one, given whether it is the last. ``max_norm``: None where gradients of two kinds have no common
-    norm. ``laid_out``: gradients are laid out as their parameters before they are clipped.
+    ``pieces``: microbatches of a batch; ``before_piece``: a context around one, given whether it is the last.
+    ``max_norm``: None where gradients of two kinds have no common norm. ``laid_out``: they are before they are clipped.
     """
     called, optimizer, run = model if called is None else called, optimizer or sgd(model.parameters()), Run()
     names = [plain_name(name) for name, _ in model.named_parameters()]

@@ -173,10 +173,7 @@ def _backward(ctx: Any, grad: Tensor, *_: Any, **__: Any) -> list[Tensor]:
 
 
 def flash_attention_on_cpus() -> AbstractContextManager[object]:
-    """diffusers' flash attention calls torch's ops for GPUs. Its default backend calls autograd in a backward.
-
-    torch.compile cannot follow the latter, and cuts the graph before the exchange.
-    """
+    """As torch.compile cuts the graph before the exchange where autograd is called in a backward, as by the default."""
     return mock.patch.multiple(
         "diffusers.models.attention_dispatch",
         _native_flash_attention_forward_op=_forward,

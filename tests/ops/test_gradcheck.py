@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-import fusedcomm
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.op_problems import NAMED, as_list
 from tests.helpers.problems import GATHERS, Problem, flat, integers, unflat
@@ -88,13 +87,3 @@ def test_gradcheck(rank: int, name: str) -> None:
     check(problem, frozen="xw" if problem.partial else "x")
     if problem.op in GATHERS:
         check(problem, **{"save_exchanged" if problem.op == "all_to_all_matmul" else "save_gathered": False})
-
-
-@on_ranks(2)
-def test_float64_runs_unfused_and_says_so(rank: int) -> None:
-    x, w = torch.ones(4, 6, dtype=torch.float64), torch.ones(6, 8, dtype=torch.float64)
-    plan = fusedcomm.explain("matmul_all_reduce", x, w)
-    assert (plan.algorithm, plan.reason) == ("unfused", "float64 has no overlapped algorithm")
-    assert (fusedcomm.matmul_all_reduce(x + 1e-12, w) == (2 * (x + 1e-12) @ w)).all()
-    with fusedcomm.force_algorithm("chunked", strict=True), pytest.raises(RuntimeError, match="float64 has no"):
-        fusedcomm.matmul_all_reduce(x, w)

@@ -11,8 +11,9 @@ import fusedcomm
 from fusedcomm.plan.geometry import exchange
 from tests.helpers.groups import DTYPES, empty_is_nan, non_contiguous
 from tests.helpers.on_ranks import on_ranks
-from tests.helpers.op_problems import NAMED, TABLES, as_list, expected_gradients, loss_weights
-from tests.helpers.problems import GATHERS, OPS, Problem, expected, flat, integers, leaves, unflat
+from tests.helpers.op_problems import NAMED, TABLES, as_list, check_gradients, expected_gradients, loss_weights
+from tests.helpers.problems import GATHERS, OPS, Problem, flat, integers, leaves, unflat
+from tests.ops.test_transforms import ONE_EACH
 
 
 def loss_of(problem: Problem, out: Any, rank: int) -> Tensor:
@@ -21,27 +22,13 @@ def loss_of(problem: Problem, out: Any, rank: int) -> Tensor:
     return torch.stack([(out * weight).sum() for out, weight in zip(outs, weights, strict=True)]).sum()
 
 
-def check_gradients(rank: int, problem: Problem, dtype: torch.dtype, algorithm: str) -> None:
-    """Check that they equal those of autograd through the whole group's program, without communication, in float64."""
-    size = dist.get_world_size()
-    wants = expected_gradients(problem, rank, size, dtype)
-    tensors = leaves(problem, rank, size, dtype)
+def check_problems(problems: list[Problem], dtype: torch.dtype, algorithm: str) -> None:
     with fusedcomm.force_algorithm(algorithm, strict=True), empty_is_nan():
-        out = problem.call(unflat(problem, tensors))
-        torch.testing.assert_close(out, expected(problem, size, dtype)[rank], rtol=0, atol=0)
-        outs = as_list(out)
-        torch.autograd.backward(outs, [w.to(dtype) for w in loss_weights(problem, outs, rank, size)])
-    for t, want in zip(tensors, wants, strict=True):
-        if t is not None:
-            torch.testing.assert_close(t.grad, want, rtol=0, atol=0)
-
-
-def check_problems(rank: int, problems: list[Problem], dtype: torch.dtype, algorithm: str) -> None:
-    for problem in problems:
-        try:
-            check_gradients(rank, problem, dtype, algorithm)
-        except Exception as error:
-            raise AssertionError(str(problem)) from error
+        for problem in problems:
+            try:
+                check_gradients(problem, dtype)
+            except Exception as error:
+                raise AssertionError(str(problem)) from error
 
 
 def problems_of(op: str, dtype: torch.dtype) -> list[Problem]:
@@ -55,14 +42,14 @@ def problems_of(op: str, dtype: torch.dtype) -> list[Problem]:
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(rank: int, op: str, algorithm: str, dtype: torch.dtype) -> None:
     """Integers are exact. Shapes are proved by tests/run and tests/kernels, without processes."""
-    check_problems(rank, problems_of(op, dtype), dtype, algorithm)
+    check_problems(problems_of(op, dtype), dtype, algorithm)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("op", "dtype"), [(op, DTYPES[i % 3]) for i, op in enumerate(OPS)], ids=str)
 def test_values_and_gradients_of_kernels(rank: int, op: str, dtype: torch.dtype) -> None:
     """Triton's interpreter is slow: one problem."""
-    check_problems(rank, problems_of(op, dtype)[:1], dtype, "fused")
+    check_problems(problems_of(op, dtype)[:1], dtype, "fused")
 
 
 @on_ranks(3)
@@ -72,7 +59,7 @@ def test_chunks_multiplied_one_by_one(rank: int, op: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "FEW_ROWS", 0)
         patch.setattr(exchange, "MIN_RUN", 1)
-        check_problems(rank, TABLES[op], torch.float32, "chunked")
+        check_problems(TABLES[op], torch.float32, "chunked")
 
 
 @on_ranks(2)
@@ -88,15 +75,6 @@ def test_opcheck(rank: int, number: int, name: str) -> None:
     args = problem.dispatched(unflat(problem, tensors), by_product=number % 4 < 2)
     with fusedcomm.force_algorithm("chunked", strict=True):
         torch.library.opcheck(getattr(torch.ops.fusedcomm, problem.op).default, args)
-
-
-ONE_EACH = [
-    "packed-qkv",
-    "all_to_all_matmul-heads-gathered",
-    "all_gather_matmul-list-qkv",
-    "matmul_reduce_scatter-batch-columns-scattered",
-    "matmul_all_reduce-nothing-divides-wide",
-]
 
 
 @on_ranks(2)
@@ -118,10 +96,7 @@ def test_a_list_with_a_frozen_weight_and_an_unused_result(rank: int) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("name", [name for name in ONE_EACH if name.startswith(GATHERS)])
 def test_gradients_through_the_by_product(rank: int, name: str, asked: bool) -> None:
-    """The loss takes the second result too.
-
-    Its gradient goes back through the plain collective, and is none if not asked for.
-    """
+    """The loss takes the second result too, whose gradient goes back through the plain collective, if asked for."""
     problem = NAMED[name]
     size = dist.get_world_size()
     tensors = leaves(problem, rank, size)

@@ -43,9 +43,7 @@ def part(t: Tensor, rank: int, num_ranks: int) -> Tensor:
 
 
 class Case:
-    """The inputs of all ranks, in float64. Sums are exact; `expected` is the program of one process. ``wide``: weights
-    are float32, and none of 16 bits.
-    """
+    """The inputs of all ranks, in float64, with exact sums. ``wide``: weights are float32, and none of 16 bits."""
 
     def __init__(
         self, shape: tuple[int, ...], num_ranks: int, has_bias: bool = True, has_weight: bool = True, wide: bool = False

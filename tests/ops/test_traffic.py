@@ -33,9 +33,7 @@ FROZEN = ("", "w", "x", "xw")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, in parts of (R - 1) / R of the largest tensor next to the collective: y, the exchanged or
-    gathered x.
-    """
+    """In parts of (R - 1) / R of the largest tensor next to the collective: y, the exchanged or gathered x."""
 
     op: str
     forward: float

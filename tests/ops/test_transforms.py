@@ -167,10 +167,6 @@ def test_a_function_with_its_own_jvp_works(rank: int) -> None:
     assert (out.primal == 24).all() and (out.tangent == 72).all()
 
 
-def as_numpy(t: Tensor) -> Any:
-    return t.detach().numpy().copy()
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_gradients_under_what_autograd_offers(rank: int, name: str) -> None:
@@ -188,7 +184,7 @@ def test_gradients_under_what_autograd_offers(rank: int, name: str) -> None:
 
     for context in (
         torch.autograd.graph.save_on_cpu(),
-        torch.autograd.graph.saved_tensors_hooks(as_numpy, torch.from_numpy),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy),
         torch.autograd.set_detect_anomaly(True),
     ):
         with context:

@@ -84,17 +84,12 @@ def pip(command: str, *arguments: str, flags: tuple[str, ...] = (), cxx: str = N
     return result.stdout + result.stderr
 
 
-def wheel_of(source: Path, folder: Path, cxx: str = NO_COMPILER) -> Path:
-    pip("wheel", "--wheel-dir", str(folder), str(source), cxx=cxx)
-    (wheel,) = folder.iterdir()
-    return wheel
-
-
 @pytest.fixture(scope="module")
 def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of the wheel that a machine without a C++ compiler builds."""
     wheels, installed = (tmp_path_factory.mktemp(name) for name in ("wheels", "installed"))
-    wheel = wheel_of(source, wheels)
+    pip("wheel", "--wheel-dir", str(wheels), str(source))
+    (wheel,) = wheels.iterdir()
     assert wheel.name == f"fusedcomm-{fusedcomm.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
@@ -102,9 +97,7 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_installed(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in that folder, without the checkout: -S, as a .pth file would add the checkout of an editable
-    install.
-    """
+    """Run Python in that folder, without the checkout, which a .pth file of an editable install would add: -S."""
     path = os.pathsep.join([str(installed), sysconfig.get_path("purelib")])
     result = subprocess.run(
         [sys.executable, "-S", *arguments],

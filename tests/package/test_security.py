@@ -1,4 +1,4 @@
-"""What docs/security.md says: what may run code, who reaches a segment, what listens, what is read from outside."""
+"""What docs/security.md says: what may run code, who reaches a segment, what listens. Files: test_tuned.py."""
 
 import ast
 import contextlib
@@ -13,7 +13,6 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +30,6 @@ from fusedcomm.bench.virtual import VirtualGroup
 from fusedcomm.memory import group as groups
 from fusedcomm.memory.segment import HeaderLayout
 from fusedcomm.memory.workspace import Workspace
-from fusedcomm.plan.cost import tuned
-from fusedcomm.plan.cost.model import DEFAULTS, TUNED
 from fusedcomm.plan.geometry.rank_order import peers_of, sources_of
 from tests.helpers.groups import call, check, fresh_group
 from tests.helpers.problems import HEADS
@@ -41,8 +38,6 @@ from tests.helpers.symmetric_memory import Ranks, error_of, make, timeout
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 CPU = torch.device("cpu")
-NUMBERS = replace(DEFAULTS["cpu"], source=TUNED)
-OTHER_NUMBERS = replace(NUMBERS, copy_bandwidth=2e9)
 
 # What may run code that data bring along, and what listens
 
@@ -283,30 +278,6 @@ def test_a_hostile_offer_of_memory_is_an_error_in_bounded_time(offer: bytes) -> 
         error = error_of(lambda: _SymmetricMemory.rendezvous(t, name))
     assert time.monotonic() - start < VOTE_S + 10
     assert re.fullmatch(r"DistStoreError: .* (rank 1|some rank) did not come within 0.2 s", error)
-
-
-# The file of tuned numbers. Who may have written it and what it may say: tests/plan/test_tuned.py
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FUSEDCOMM_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) -> None:
-    """A link of somebody else, in a directory that all can write to, must not lead a write elsewhere."""
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    before = os.umask(0)
-    try:
-        file = tuned.write(NUMBERS, tuned.key(CPU, 2))
-    finally:
-        os.umask(before)
-    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(cache.stat().st_mode)) == (0o600, 0o700)
-    file.unlink()
-    file.symlink_to(victim)
-    tuned.write(OTHER_NUMBERS, tuned.key(CPU, 2))
-    assert (victim.read_text(), file.is_symlink()) == ("mine", False)
-    assert tuned.read(tuned.key(CPU, 2)) == OTHER_NUMBERS
 
 
 # Bounds of every peer index

@@ -111,25 +111,6 @@ def test_ranks_find_one_k_where_they_say_that_they_tell(parts: tuple[int, ...]) 
     assert found == {True} | ({False} if min(parts) < 2 and max(parts) > 1 else set())
 
 
-@pytest.mark.parametrize("problem", [p for p in ALL_PROBLEMS if p.op == "all_to_all_matmul"], ids=str)
-def test_what_is_packed_for_a_rank_is_where_it_unpacks_it(problem: Problem) -> None:
-    """The sender's and the receiver's side of every round, against cut and cat."""
-    group_size = 3
-    x, w, _ = integers(problem, 0, group_size)
-    exchange = problem.exchange(x, w, group_size)
-    xs = [torch.arange(x.numel()).view(x.shape) + 10000 * rank for rank in range(group_size)]
-    blocks = [x.tensor_split(group_size, problem.scatter_dim) for x in xs]
-    for divisor in (1, 3):
-        outs = [torch.full(exchange.shape, -1) for _ in range(group_size)]
-        for spans in exchange.rounds(max(exchange.row_numel, exchange.chunk_numel // divisor, 1)):
-            for src_rank, dst_rank in itertools.product(range(group_size), repeat=2):
-                chunk = spans.pack.view(xs[src_rank].view(-1), 0, dst_rank)
-                target = spans.unpack.view(outs[dst_rank].view(-1), 0, src_rank)
-                target.copy_(chunk.reshape(target.shape))
-        for dst_rank, out in enumerate(outs):
-            assert torch.equal(out, torch.cat([b[dst_rank] for b in blocks], problem.gather_dim))
-
-
 def test_many_rounds_are_not_kept() -> None:
     """Exchanges outlive their calls, and thousands of rounds have megabytes of Spans."""
     x, w = torch.empty(600, 4, device="meta"), torch.empty(4, 2, device="meta")

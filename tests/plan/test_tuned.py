@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -50,14 +51,30 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.cache_dir() == Path.home() / ".cache" / "fusedcomm"
 
 
-def test_what_is_written_is_read_and_private(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_written_is_read(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert tuned.read(tuned.key(CPU, 2)) is None
     file = tuned.write(FAST, tuned.key(CPU, 2))
     assert tuned.read(tuned.key(CPU, 2)) == FAST
-    assert (file.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
     assert list(cache.iterdir()) == [file]
     assert tuned.read(tuned.key(CPU, 4)) is None  # it says nothing of other groups
     assert not caplog.records
+
+
+def test_a_write_follows_no_link_and_asks_no_umask(cache: Path, tmp_path: Path) -> None:
+    """A link of somebody else, in a directory that all can write to, must not lead a write elsewhere."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    before = os.umask(0)
+    try:
+        file = tuned.write(FAST, tuned.key(CPU, 2))
+    finally:
+        os.umask(before)
+    assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(cache.stat().st_mode)) == (0o600, 0o700)
+    file.unlink()
+    file.symlink_to(victim)
+    tuned.write(SLOW, tuned.key(CPU, 2))
+    assert (victim.read_text(), file.is_symlink()) == ("mine", False)
+    assert tuned.read(tuned.key(CPU, 2)) == SLOW
 
 
 def test_a_key_is_of_one_machine_and_versions() -> None:
@@ -365,12 +382,8 @@ def test_where_nothing_can_be_measured_nothing_is_written(ranks: Any, cache: Pat
     assert not list(cache.iterdir())
 
 
-def tune_noisy(rank: int, directory: str) -> tuple[int, str, str]:
-    return tune_tiny(rank, directory, most_noise=-1)
-
-
 def test_what_a_busy_machine_measures_is_not_kept(ranks: Any, cache: Path) -> None:
-    first, second = ranks(2).run(tune_noisy, str(cache))
+    first, second = ranks(2).run(tune_tiny, str(cache), most_noise=-1)
     assert first[:2] == (1, "") and second == (0, "", "")
     assert "differed by" in first[2] and "nothing is kept. End what else runs here" in first[2]
     assert not list(cache.iterdir())

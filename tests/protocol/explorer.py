@@ -37,9 +37,7 @@ class Outcome:
 
 
 def explore(model: Model[S], max_states: int = 2_000_000) -> Outcome:
-    """Explore all states. Every step takes its rank forward, so there are no cycles: a rank that can always move comes
-    to an end.
-    """
+    """All states. Every step takes its rank forward: there are no cycles, and a rank that can move comes to an end."""
     was_enabled = gc.isenabled()
     gc.disable()  # states refer to no state: looking for cycles among them takes a third of the time
     try:

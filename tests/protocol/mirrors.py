@@ -66,9 +66,7 @@ def _is_text(node: object) -> bool:
 
 
 def _normal_cpp(text: str, name: str) -> str:
-    """The text from the line that defines the function to the brace that closes it, on a line of its own or on the
-    same one.
-    """
+    """The text from the line that defines the function to the brace that closes it, on the same line or alone."""
     code = re.sub(r"//[^\n]*", "", text)
     end = r"(?:\n.*?^\1\}|[^\n]*\}$)"
     found = re.search(rf"^( *)[^\n;=]*\b{re.escape(name)}\([^;]*?\{{{end}", code, re.MULTILINE | re.DOTALL)

@@ -246,10 +246,7 @@ class ProtocolModel:
         return put(state, r, left)
 
     def _given_up(self, state: State, r: int, step: Step) -> bool:
-        """Whether a peer has given up on the round.
-
-        One that failed in a later round is taken to have completed this one.
-        """
+        """Whether a peer has given up on the round. Who failed in a later one has completed this one."""
         first = self._broken(step.segment, r, 0)
         return any(0 < word <= step.epoch + 1 for word in state.broken[first : first + self.size])
 

@@ -34,10 +34,7 @@ class Kernel(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state by rank. ``counts`` go also by dst_rank, ``flags`` and ``parts`` by owner, slot and source.
-
-    Words are epochs.
-    """
+    """By rank; ``counts`` by dst_rank too, ``flags`` and ``parts`` by owner, slot and source. Words are epochs."""
 
     steps: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][kernel][program]: steps done
     epochs: tuple[int, ...]

@@ -111,12 +111,9 @@ def captured(slot: int) -> Call:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``scripts`` has each rank's script.
+    """Time-outs come in the first segment and in resets; after a reset all is strict."""
 
-    Time-outs come in the first segment and in resets; after a reset all is strict.
-    """
-
-    scripts: tuple[Script, ...]
+    scripts: tuple[Script, ...]  # by rank
     rules: Rules = field(default_factory=Rules)
     device: bool = False  # whether queued work runs on after a failure; otherwise the host raises
     timeouts: bool = False

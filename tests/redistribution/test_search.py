@@ -240,10 +240,10 @@ def by_torch(mesh: DeviceMesh, shape: tuple[int, ...], before: Placements, after
     return started
 
 
-def worse_than_torch(mesh: Any, shape: tuple[int, ...], over: MeshLinks, share: int, first: int = 0) -> list[str]:
+def worse_than_torch(mesh: Any, shape: tuple[int, ...], over: MeshLinks, share: int) -> list[str]:
     """What is worse than in torch, for one in ``share`` pairs of shardings."""
     mesh_shape, found = tuple(mesh.shape), []
-    for before, after in itertools.islice(pairs(len(shape), len(mesh_shape)), first, None, share):
+    for before, after in itertools.islice(pairs(len(shape), len(mesh_shape)), 0, None, share):
         theirs = by_torch(mesh, shape, before, after).found
         seconds = sum(over.seconds(kind, 4 * sent, mesh_dims) for kind, mesh_dims, sent in theirs)
         num_collectives, num_bytes = len(theirs), 4 * sum(sent for _, _, sent in theirs)

@@ -174,7 +174,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "            self._signal_broken(dst, self.rank, kind, epoch)\n",
         "            if dst == self.rank:\n                self._signal_broken(dst, self.rank, kind, epoch)\n",
-        "tests/memory/test_faults.py::test_a_late_rank_gets_an_error_too",
+        "tests/memory/test_faults.py::test_a_peer_that_never_calls",
     ),
     "growth meets before it waits": Control(
         MEMBER,
@@ -223,7 +223,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         '        if self.device.type == "cpu" and self.breakers(epoch):',
         "        if False:",
-        "tests/memory/test_faults.py::test_a_late_rank_gets_an_error_too",
+        "tests/memory/test_faults.py::test_a_peer_that_never_calls",
     ),
     "a look at the broken words after the reads of a kernel": Control(
         PRIMITIVES,

@@ -23,9 +23,7 @@ NO_CHAIN = -1
 @dataclass
 class Node:
     """A step, at its ``place`` in a ``chain``, the steps of one stream. A free is in none: nothing comes after it.
-
-    It begins behind the nodes in ``begins_behind``. Those in ``before`` also signal what it then waits for.
-    """
+    It begins behind the nodes in ``begins_behind``. Those in ``before`` also signal what it then waits for."""
 
     operation: Operation
     step: Step

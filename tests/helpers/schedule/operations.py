@@ -32,13 +32,10 @@ class Flag:
 
 @dataclass
 class Work:
-    """How much a step does: floating-point operations, bytes copied within the GPU, bytes stored to each peer.
-
-    ``matmul``: (batches, m, k, n) of one that cuBLAS does.
-    """
+    """How much a step does: floating-point operations, bytes copied within the GPU, bytes stored to each peer."""
 
     flops: float = 0
-    matmul: tuple[int, int, int, int] | None = None
+    matmul: tuple[int, int, int, int] | None = None  # of cuBLAS: (batches, m, k, n)
     copied: float = 0
     sent: dict[int, float] = field(default_factory=dict)  # by global rank
 

@@ -35,10 +35,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class World:
-    """``group_size`` ranks, each on a device of its own, and all of them in every group.
-
-    ``changed``: the schedule of a rank with a defect.
-    """
+    """``group_size`` ranks, each on a device of its own, all in every group. ``changed``: a schedule with a defect."""
 
     group_size: int
     slot_bytes: int
