@@ -174,7 +174,7 @@ CONTROLS: dict[str, Control] = {
         WORKSPACE,
         "            self._signal_broken(dst, self.rank, kind, epoch)\n",
         "            if dst == self.rank:\n                self._signal_broken(dst, self.rank, kind, epoch)\n",
-        "tests/memory/test_faults.py::test_a_peer_that_never_calls",
+        "tests/memory/test_prepared_faults.py::test_a_rank_that_goes_on_when_its_peer_has_given_up",
     ),
     "growth meets before it waits": Control(
         MEMBER,
