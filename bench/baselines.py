@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has new names and warns about the old ones
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from fusedcomm.run.group_collectives import all_gather_single, reduce_scatter_single
 
 
 def packed(t: Tensor, dim: int) -> Tensor:
@@ -55,13 +53,13 @@ def _all_to_all(blocks: Tensor) -> Tensor:
 
 def _all_gather(t: Tensor) -> Tensor:
     gathered = t.new_empty(dist.get_world_size() * t.numel())
-    _all_gather_single(gathered, t.reshape(-1))
+    all_gather_single(gathered, t.reshape(-1))
     return gathered.view(-1, *t.shape)
 
 
 def _reduce_scatter(blocks: Tensor) -> Tensor:
     total = blocks.new_empty(blocks.numel() // blocks.shape[0])
-    _reduce_scatter_single(total, blocks.reshape(-1))
+    reduce_scatter_single(total, blocks.reshape(-1))
     return total.view(blocks.shape[1:])
 
 

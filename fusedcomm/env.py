@@ -75,6 +75,11 @@ def prove() -> bool:
     return _flag("FUSEDCOMM_PROVE", "1")
 
 
+def early_launch() -> bool:
+    """``FUSEDCOMM_EARLY_LAUNCH=0``: no kernel is launched before the one in front of it has ended (default 1)."""
+    return _flag("FUSEDCOMM_EARLY_LAUNCH", "1")
+
+
 def dump_dir() -> Path | None:
     """``FUSEDCOMM_DUMP_DIR``: the folder for ranks' last calls, written on a failure and on SIGUSR1, or None."""
     folder = os.environ.get("FUSEDCOMM_DUMP_DIR")
@@ -128,6 +133,7 @@ SETTINGS: dict[str, Callable[[], object]] = {  # each function raises ValueError
     "FUSEDCOMM_CACHE_DIR": cache_dir,
     "FUSEDCOMM_CHECK": check,
     "FUSEDCOMM_DUMP_DIR": dump_dir,
+    "FUSEDCOMM_EARLY_LAUNCH": early_launch,
     "FUSEDCOMM_HOST_ID": host_id,
     "FUSEDCOMM_PLAN_BYTES": plan_bytes,
     "FUSEDCOMM_PROVE": prove,

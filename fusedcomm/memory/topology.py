@@ -140,7 +140,7 @@ def driver_version() -> int:
 
 def launches_early(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one in front of it ends, also in a CUDA graph."""
-    return architecture(device) >= 90 and driver_version() >= _EARLY_IN_GRAPHS
+    return architecture(device) >= 90 and driver_version() >= _EARLY_IN_GRAPHS and env.early_launch()
 
 
 def num_sms(device: torch.device) -> int:

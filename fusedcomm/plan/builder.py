@@ -153,6 +153,10 @@ class Builder:
     def max_chunk_numel(self, dtype: torch.dtype) -> int:
         return self.memory.max_chunk_bytes // dtype.itemsize
 
+    def rounds(self, exchange: Exchange, dtype: torch.dtype) -> list[RoundSpans]:
+        device_type = "cuda" if self.device.is_gpu else "cpu"
+        return exchange.rounds_of(device_type, dtype.itemsize, self.max_chunk_numel(dtype))
+
     def chunk(self, owner: int, src_rank: int, spans: RoundSpans, dtype: torch.dtype) -> Tensor:
         """src_rank's chunk in a rank's slot, flat."""
         peer, of_peer = (owner, "pack") if src_rank == self.rank else (src_rank, "unpack")

@@ -10,7 +10,6 @@ On a CPU a matmul writes into the peer's slot. On a GPU it writes staging memory
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from fusedcomm.plan.builder import Builder
@@ -29,7 +28,7 @@ def push_matmul(
 ) -> Tensor:
     """``exchange((x @ w + bias).view(out_shape), gather_dim, scatter_dim)``."""
     matmul = PushedMatmul(s, x, w, bias, exchange)
-    rounds = exchange.rounds(s.max_chunk_numel(x.dtype))
+    rounds = s.rounds(exchange, x.dtype)
     moves = Moves(s, x.dtype, len(rounds))
     out = s.result(exchange.out_shape, x.dtype) if out is None else out
     for spans in rounds:
@@ -41,7 +40,7 @@ def push_matmul(
 
 def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """``reduce_scatter(x @ w + partial_bias) * scale + bias + residual``."""
-    matmul, rounds, moves, out = _begin(s, exchange, terms, "chunked")
+    matmul, rounds, moves, out = _begin(s, exchange, terms)
     for spans in rounds:
         moves.push(spans, matmul)
         beside = spans is not rounds[-1]
@@ -50,13 +49,12 @@ def push_reduce(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     return out
 
 
-def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms, algorithm: str = "chunked") -> Tensor:
+def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """``all_reduce(x @ w + partial_bias) * scale + bias + residual``: two rounds a part, the second for the sums.
 
-    The owner of a block adds its part of the residual, which all ranks share. The norm is a GPU's. ``algorithm``: the
-    rounds are those of its calls.
+    The owner of a block adds its part of the residual, which all ranks share. The norm is a GPU's.
     """
-    matmul, rounds, moves, out = _begin(s, exchange, terms, algorithm)
+    matmul, rounds, moves, out = _begin(s, exchange, terms)
     reduced = _own_block(s, exchange, out)
     residual = None if terms.residual is None else own_part(s, exchange, terms.residual)
     for spans in rounds:
@@ -71,12 +69,10 @@ def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms, algorithm: 
     return out
 
 
-def _begin(
-    s: Builder, exchange: Exchange, terms: Terms, algorithm: str
-) -> tuple[PushedMatmul, list[RoundSpans], Moves, Tensor]:
+def _begin(s: Builder, exchange: Exchange, terms: Terms) -> tuple[PushedMatmul, list[RoundSpans], Moves, Tensor]:
     dtype, out = terms.x.dtype, terms.out
     matmul = PushedMatmul(s, terms.x, terms.w, terms.partial_bias, exchange)
-    rounds = _rounds(s, exchange, dtype, algorithm)
+    rounds = s.rounds(exchange, dtype)
     moves = Moves(s, dtype, len(rounds))
     return matmul, rounds, moves, s.result(exchange.out_shape, dtype) if out is None else out
 
@@ -95,7 +91,7 @@ def gather_matmul(
     matmuls = [gathered_matmul(s, *each, exchange) for each in zip(outs, ws, biases, strict=True)]
     # A matmul waits for all sources if the result cannot hold the sums, or if one per source would read w repeatedly.
     by_round, at_end = exchange.takes_all(x.itemsize), exchange.few_rows or exchange.is_plain
-    rounds = _rounds(s, exchange, x.dtype, "chunked")
+    rounds = s.rounds(exchange, x.dtype)
     moves = Moves(s, x.dtype, len(rounds))
     gathered = s.result(exchange.shape, x.dtype) if return_gathered or by_round or at_end else None
     for spans in rounds:
@@ -147,11 +143,6 @@ def _multiply_from(
     for matmul in matmuls:
         with s.lane("matmul", src_rank):
             matmul.multiply(spans, src_rank, chunk, gathered, first=src_rank == s.rank)
-
-
-def _rounds(s: Builder, exchange: Exchange, dtype: torch.dtype, algorithm: str) -> list[RoundSpans]:
-    device_type = "cuda" if s.device.is_gpu else "cpu"
-    return exchange.rounds_of(algorithm, device_type, dtype.itemsize, s.max_chunk_numel(dtype))
 
 
 def results(s: Builder, exchange: Exchange, ws: Sequence[Operand]) -> list[Tensor]:

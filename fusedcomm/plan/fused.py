@@ -56,7 +56,7 @@ def push_reduce_gather(s: Builder, exchange: Exchange, terms: Terms) -> Tensor:
     """`chunked.push_reduce_gather`, by kernels."""
     by_copy = terms.w is None and copy_engines_send(exchange, s.device, terms.x.dtype.itemsize)
     if by_copy or _cuts_blocks(s, exchange, terms.w):
-        return chunked.push_reduce_gather(s, exchange, terms, "fused")
+        return chunked.push_reduce_gather(s, exchange, terms)
     terms = _sent(s, exchange, terms)
     out = s.result(exchange.out_shape, terms.x.dtype) if terms.out is None else terms.out
     reduced = s.temporary(exchange.block, terms.x.dtype)
@@ -180,7 +180,7 @@ def _multiply_own(
 
 def _rounds(s: Builder, exchange: Exchange, x: Operand) -> list[RoundSpans]:
     assert exchange.cut is None, "kernels take chunks of one size"
-    return exchange.rounds(s.max_chunk_numel(x.dtype))
+    return s.rounds(exchange, x.dtype)
 
 
 def copy_engines_send(exchange: Exchange, device: Device, itemsize: int) -> bool:

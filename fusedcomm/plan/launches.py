@@ -296,8 +296,7 @@ def norm(s: Builder, normed: Tensor, x: Tensor, weight: Tensor | None, eps: floa
     block, num_warps = tiles.norm_config(s.device.architecture, n, x.itemsize, 1)
     num_rows, numbers = x.numel() // n, (unit(x.itemsize, n), block, n <= block)
     arguments = s.place(normed), s.place(x), vector(s, weight), num_rows, n, float(eps), *numbers
-    num_programs = programs(s, "copy-out", num_rows, 2)
-    launch(s, "reduce_norm.norm_kernel", num_programs, arguments, num_warps=num_warps)
+    launch(s, "reduce_norm.norm_kernel", programs(s, "copy-out", num_rows, 2), arguments, num_warps=num_warps)
 
 
 def copy_out(s: Builder, num_bytes: int, beside: bool, arrived: bool) -> str:
@@ -385,9 +384,8 @@ def _scaled(
 
 
 def launch(s: Builder, kernel: str, num_programs: int, arguments: tuple[Any, ...], **options: int) -> None:
-    if s.device.launches_early:
-        options["launch_pdl"] = True
-    s.add(Launch(kernel, num_programs, arguments, tuple(options.items())))
+    early = {"launch_pdl": True} if s.device.launches_early else {}
+    s.add(Launch(kernel, num_programs, arguments, tuple({**options, **early}.items())))
 
 
 def programs(s: Builder, kind: str, num_tiles: int, per_sm: int = 1) -> int:

@@ -172,7 +172,7 @@ def _decided(
     if algorithm == "unfused":
         return Plan(op, "unfused", why)
     peer_bytes = exchange.group_size * dtype.itemsize
-    rounds = own.rounds_of(algorithm, member.device.type, dtype.itemsize, member.max_slot_bytes // peer_bytes)
+    rounds = own.rounds_of(member.device.type, dtype.itemsize, member.max_slot_bytes // peer_bytes)
     return Plan(op, algorithm, why, rounds[0].chunk_numel * peer_bytes, len(rounds))
 
 

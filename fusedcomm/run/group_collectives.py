@@ -9,11 +9,14 @@ from torch import Tensor
 from fusedcomm.memory.group import find
 from fusedcomm.plan.scaling import VALUES
 
+# torch 2.13 has new names, and warns of the old ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # By binding, not by functional op: that waits for all work of a storage, and all temporaries of a call share one.
 _COLLECTIVES: dict[str, Callable[..., dist.Work | None]] = {
-    "all_gather": dist.all_gather_into_tensor,
+    "all_gather": all_gather_single,
     "all_to_all": dist.all_to_all_single,
-    "reduce_scatter": dist.reduce_scatter_tensor,
+    "reduce_scatter": reduce_scatter_single,
 }
 
 

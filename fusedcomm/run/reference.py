@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from fusedcomm.memory.group import find
 from fusedcomm.plan.geometry.cut import Cut, Parts
+from fusedcomm.run.group_collectives import reduce_scatter_single
 
 _c10d = torch.ops._c10d_functional
 
@@ -157,7 +158,7 @@ def _uneven_reduce_scatter(
 
 def _equal_reduce_scatter(sent: Tensor, group_size: int, group_name: str) -> Tensor:
     total = sent.new_empty(sent.shape[0] // group_size, *sent.shape[1:])
-    dist.reduce_scatter_tensor(total, sent, group=find(group_name))
+    reduce_scatter_single(total, sent, group=find(group_name))
     return total
 
 

@@ -15,7 +15,7 @@ import fusedcomm
 from fusedcomm.plan.cost import model
 from fusedcomm.plan.geometry import shapes
 from fusedcomm.plan.geometry.cut import EVEN, Splits, chunk_parts
-from fusedcomm.run import reference
+from fusedcomm.run import group_collectives, reference
 from tests.helpers.groups import empty_is_nan, fresh_group, member_of
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.prepared import without_plans
@@ -271,7 +271,7 @@ COLLECTIVES = {
     "matmul_all_to_all": "all_to_all_single",
     "all_to_all_matmul": "all_to_all_single",
     GATHER: "all_gather_into_tensor_out",
-    REDUCE: "reduce_scatter_tensor",
+    REDUCE: "reduce_scatter_single",
 }
 
 
@@ -297,6 +297,7 @@ def decided(padded: bool) -> Iterator[Spy]:
         patch.setattr(model, "pads", lambda *args: padded)
         patch.setattr(reference, "_c10d", spy)
         patch.setattr(reference, "dist", Spy(dist, spy.calls))
+        patch.setattr(reference, "reduce_scatter_single", Spy(group_collectives, spy.calls).reduce_scatter_single)
         yield spy
 
 

@@ -416,6 +416,18 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch, device: str, key: str) 
         assert topology._found(torch.device(device))[key] == (None if installed else "Triton is not installed")
 
 
+def test_an_all_reduce_has_the_same_pieces_by_every_algorithm(capturing: list[bool]) -> None:
+    """Whatever matmul a rank has, as that decides between `chunked` and `fused`. 32 MiB to each peer."""
+    capturing.append(False)
+    found = {}
+    for k, name in itertools.product((1024, 4096), ("chunked", "fused", None)):
+        exchange = shapes.matmul_all_reduce((4096, k), (k, 8192), "sum", 2)
+        with fusedcomm.force_algorithm(name):
+            plan = planner.plan("matmul_all_reduce", exchange, BF16, member(), wire=planner.GRAPH)
+        found[k, name] = plan.num_rounds, plan.slot_bytes, plan.fingerprint
+    assert {plan[:2] for plan in found.values()} == {(4, 1 << 24)} and len(set(found.values())) == 1, found
+
+
 def test_a_plan_has_the_rounds_of_a_gather_in_pieces(capturing: list[bool]) -> None:
     """33 MiB to each peer: four pieces of 8 MiB and more, on a GPU alone, and as many rounds as the slots ask for."""
     capturing.append(False)
@@ -432,10 +444,6 @@ def test_a_plan_has_the_rounds_of_a_gather_in_pieces(capturing: list[bool]) -> N
         with fusedcomm.force_algorithm("chunked"):
             plan = planner.plan("all_to_all_matmul", gathered, BF16, member())
         assert (plan.num_rounds, plan.slot_bytes) == want
-    summed = shapes.matmul_all_reduce((2 * 4224, 64), (64, 4096), "sum", 2)
-    for name, num_rounds in (("chunked", 4), ("fused", 1)):
-        with fusedcomm.force_algorithm(name):
-            assert planner.plan("matmul_all_reduce", summed, BF16, member()).num_rounds == num_rounds
     even = shapes.all_to_all_matmul((2 * 4224, 4096), (8192, 4096), 1, 0, 2)
     for name in ("chunked", "fused"):
         with fusedcomm.force_algorithm(name):

@@ -213,11 +213,13 @@ def test_streams_wait_twice_in_one_round_of_two_ranks(problem: Problem) -> None:
     assert two.counts()["EndRound"] > 1 and Stream.READS in {step.stream for step in two.steps}
 
 
-@pytest.mark.parametrize(("algorithm", "pieces"), [("chunked", 2), ("fused", 1)])
-def test_copy_engines_send_an_all_reduce_in_the_rounds_of_its_algorithm(algorithm: str, pieces: int) -> None:
-    """Peers with a matmul beside it have those."""
-    found = schedule(Case("all_reduce", (4096, 4096)), memory_of(0, 2, 1 << 26), GPU, algorithm)
-    assert found.counts()["EndRound"] == 2 * pieces and found.counts()["Signal"] == 4 * pieces
+@pytest.mark.parametrize("algorithm", ["chunked", "fused"])
+@pytest.mark.parametrize(
+    "call", [Case("all_reduce", (4096, 4096)), Problem("sums", (4096, 256), 4096, op="matmul_all_reduce")]
+)
+def test_an_all_reduce_has_the_same_pieces_by_every_algorithm(algorithm: str, call: Case | Problem) -> None:
+    """16 MiB to each peer."""
+    assert schedule(call, memory_of(0, 2, 1 << 26), GPU, algorithm).counts()["EndRound"] == 2 * 2
 
 
 @pytest.mark.parametrize("way", ["chunked", "chunked, on CPUs"])

@@ -218,12 +218,13 @@ def estimate(
 
     ``dtype``: of the payload. ``multiplied``: of x and w, if it is another.
     """
-    found = {"unfused": TimedCall(op, exchange, dtype, constants, multiplied).unfused()}
-    if num_rounds > 1:
-        constants = replace(constants, **{name: num_rounds * getattr(constants, name) for name in _OF_A_ROUND})
-    call = TimedCall(op, exchange, dtype, constants, multiplied)
-    found["chunked"] = call.chunked()
-    return {**found, "fused": call.fused()} if constants.fused_flops else found
+    pieces = TimedCall(op, exchange, dtype, constants, multiplied).pieces  # which the formulas of `chunked` count
+    times = {"unfused": 1, "chunked": max(1, num_rounds / pieces), "fused": max(num_rounds, pieces)}
+    found: dict[str, float] = {}
+    for name in times if constants.fused_flops else ("unfused", "chunked"):
+        of_rounds = replace(constants, **{each: times[name] * getattr(constants, each) for each in _OF_A_ROUND})
+        found[name] = getattr(TimedCall(op, exchange, dtype, of_rounds, multiplied), name)()
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -381,10 +382,9 @@ class TimedCall:
             sends = (others + constants.on_cpu) * transfer
             return self.matmul() + sends + signal + after + more * (others * transfer + after)
         each = self.chunk_matmul(pieces=self.pieces)
-        if constants.on_cpu:
-            return self.num_ranks * each + after
-        piece = max(self.num_ranks * each, signal + each + others * transfer, signal + others * each + transfer)
-        return piece + after + more * max(self.num_ranks * each, others * transfer + after)
+        matmuls = self.num_ranks * each
+        piece = max(matmuls, signal + each + others * transfer, signal + others * each + transfer)
+        return (matmuls if constants.on_cpu else piece) + after + more * max(matmuls, others * transfer + after)
 
     def _chunked_gather(self) -> float:
         constants = self.constants

@@ -156,8 +156,8 @@ class Exchange:
         return self.gathers and self.splits_columns and not self.adds_up(itemsize)
 
     def comes_in_pieces(self, itemsize: int) -> bool:
-        """Whether a GPU has `num_pieces` rounds: in an all_reduce, whose sums are sent again, and in a gather whose
-        matmul needs all sources; there parts of one size have one, as no other call would meet theirs.
+        """Whether a GPU has `num_pieces` rounds, by whatever algorithm: an all_reduce, whose sums are sent again, and a
+        gather whose matmul needs all sources; there parts of one size have one, as no other call would meet theirs.
         """
         if self.gathers:
             return self.cut is not None and self.takes_all(itemsize)
@@ -211,9 +211,9 @@ class Exchange:
                 self._rounds[max_chunk_numel] = found
         return found
 
-    def rounds_of(self, algorithm: str, device_type: str, itemsize: int, max_chunk_numel: int) -> list[RoundSpans]:
-        """The rounds of an algorithm with a workspace."""
-        if algorithm == "chunked" and device_type == "cuda" and self.comes_in_pieces(itemsize):
+    def rounds_of(self, device_type: str, itemsize: int, max_chunk_numel: int) -> list[RoundSpans]:
+        """The rounds of a call with a workspace."""
+        if device_type == "cuda" and self.comes_in_pieces(itemsize):
             return self.pieces(num_pieces(self.chunk_numel * itemsize), max_chunk_numel)
         return self.rounds(max_chunk_numel)
 
