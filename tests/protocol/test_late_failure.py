@@ -118,9 +118,7 @@ def in_own_slots(*args: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_who_still_reads_the_slot_of_a_failed_peer_is_told(monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
-    """Rows of a combine that do not fit stay in their own slot. The control reads those of round 3 for those of
-    round 1.
-    """
+    """Rows of a combine that do not fit stay in their own slot. The control reads those of round 3 in round 1."""
     monkeypatch.setattr(test_failed_waits, "routings", in_own_slots)
     monkeypatch.setattr(virtual, "NUM_PROGRAMS", dict.fromkeys(virtual.NUM_PROGRAMS, 1))
     early, late = virtual.virtual_ranks(2, slot_bytes=12 * 8 * 4)

@@ -53,16 +53,12 @@ class Step:
 
 @dataclass
 class Operation:
-    """``after``: numbers of this rank's operations that events put before it, beside its stream's. A free is on no
-    stream (-1).
-    """
-
     number: int
     rank: int
-    stream: int
+    stream: int  # -1: of a free, which is on none
     kind: Kind
     name: str
-    after: list[int]
+    after: list[int]  # numbers of this rank's operations that events put before it, beside its stream's
     steps: list[Step]
     num_programs: int = 1
 
