@@ -112,8 +112,10 @@ class Linear:
             rows: the numbers of rows that will come, the same on all ranks; None for 1 to max_rows.
         """
         every = list(range(1, self.max_rows + 1) if rows is None else rows)
-        every.sort(key=lambda each: -self._plan(each).slot_bytes if self.should_run(each) else 0)
-        for each in (*every[:1], *every, *every):  # memory grows once; the second call prepares those behind it
+        runs = [each for each in every if self.should_run(each)]
+        runs.sort(key=lambda each: -self._plan(each).slot_bytes)
+        unfused = [each for each in every if each not in runs][:1]
+        for each in (*unfused, *runs[:1], *runs, *runs):  # memory grows once; the second call prepares those behind it
             self.apply(*self._inputs(each).values())
         self._vote()  # an algorithm may have failed its proof, or memory may be missing
 

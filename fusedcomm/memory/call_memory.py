@@ -14,6 +14,7 @@ class CallMemory:
 
     def __init__(self, rank: int, group_size: int, group_name: str, device: torch.device) -> None:
         self.rank, self.group_size, self.group_name, self.device = rank, group_size, group_name, device
+        self.in_order = True  # False: this rank has left a call without its collectives, which the peers wait for
 
     def memory_facts(self) -> Memory:
         return Memory(self.rank, self.group_size, 0, 0, 0, HeaderLayout(self.group_size).for_kernels)

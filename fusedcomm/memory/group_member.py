@@ -10,9 +10,9 @@ import re
 import threading
 import time
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from concurrent import futures
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -170,6 +170,21 @@ class Member:
         self.error = PeerError(text, peers=[self.rank], op=op, epoch=0).until_reset()
         self.prepare_anew()  # prepared calls do not look at the error
 
+    @contextmanager
+    def in_order(self, op: str, sends_nan: bool = False) -> Iterator[None]:
+        """A call by the group's collectives. If a rank leaves it, by want of memory or Ctrl-C, its later ones raise, as
+        they would meet those of this call. ``sends_nan``: unless `Execution.send_nan` has run the rest.
+        """
+        if self.error is not None and not self.memory.in_order:
+            raise self.error.again()
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt) as left:
+            if not sends_nan or not self.memory.in_order:
+                self.memory.in_order = False
+                self.left(op, left)
+            raise
+
     def check(self, op: str) -> None:
         for each in (*self.retired, *([self.workspace] if self.workspace else [])):
             each.check(op)
@@ -183,6 +198,7 @@ class Member:
             for each in self.retired:
                 each.forget_error()
             self.unavailable = self.error = None
+            self.memory.in_order = True
             with suppress(WorkspaceUnavailable):  # the next plan gives the reason
                 self._make(num_bytes, "fusedcomm.reset", 0)
 

@@ -164,7 +164,9 @@ def same_collective(op: str, group_name: str, t: Tensor, **arguments: Any) -> It
 
 
 def is_traced(t: Any) -> bool:
-    return torch.compiler.is_compiling() or isinstance(t, FakeTensor) or t.device.type not in ("cpu", "cuda")
+    if torch.compiler.is_compiling() or isinstance(t, FakeTensor) or t.device.type not in ("cpu", "cuda"):
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # make_fx, of real tensors too
 
 
 def compare(

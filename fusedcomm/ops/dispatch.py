@@ -81,7 +81,8 @@ def run(spec: OpSpec, args: Arguments, seen: Seen | None = None) -> list[Tensor]
                     if x.is_cuda and plan.schedule is not None and plan.schedule.can_be_captured:
                         ours.loaded.add(kind, memory.memory_facts().slot_bytes)
             if not plan.has_workspace:  # without the lock, as gloo's waits may be long
-                ran = calls.run(plan, memory, *program)
+                with ours.in_order(spec.name, sends_nan=plan.algorithm == "pipelined"):
+                    ran = calls.run(plan, memory, *program)
             ours.keep(key, plan, generation)
             return _results(spec, args, ran)
 

@@ -107,13 +107,8 @@ def _call(
                 ours.num_calls -= 1
                 raise
             if workspace is None:
-                if ours.error is not None:
-                    raise ours.error.again()
-                try:
+                with ours.in_order(op):
                     yield ByCollective(ours.memory, 2 if algorithm == "pipelined" else 1)
-                except BaseException as left:  # between collectives
-                    ours.left(op, left)
-                    raise
                 return
             record.runs_on(workspace)
             workspace.enter(op, fingerprint)  # by it a failure in a kernel names the op

@@ -29,13 +29,19 @@ def run(
     """The tensors that the call returns. A round that fails or is left half way breaks the workspace; a call by the
     group's collectives sends NaN for the rest.
     """
-    execution = Execution(schedule, memory, op, fingerprint, inputs)
+    try:
+        execution = Execution(schedule, memory, op, fingerprint, inputs)
+    except BaseException:
+        memory.in_order = False  # nothing is there to send NaN from
+        raise
     try:
         execution.run()
     except BaseException:
-        with suppress(Exception):  # of a group that has failed
-            execution.send_nan()
-        execution.join()
+        try:
+            with suppress(Exception):  # of a group that has failed
+                execution.send_nan()
+        finally:
+            execution.join()
         raise
     return [execution.returned(place) for place in schedule.returned]
 

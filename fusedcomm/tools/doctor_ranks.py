@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -157,7 +158,8 @@ def _verdicts(device_type: str) -> list[AlgorithmVerdict]:
     group = None
     if device_type == "cuda":
         torch.cuda.set_device(rank_device("cuda"))
-        group = dist.new_group(backend=BACKENDS["cuda"])  # torchrun's ranks have met by gloo
+        bound = timedelta(seconds=ASK_S)
+        group = dist.new_group(backend=BACKENDS["cuda"], timeout=bound)  # torchrun's ranks have met by gloo
     plans = [_plan(op, size, dtype, device_type, group) for op in PROGRAMS for dtype in DTYPES for size in SIZES]
     verdicts = []
     for name in env.ALGORITHMS:

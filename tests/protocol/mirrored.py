@@ -41,7 +41,7 @@ MIRRORED: Mirrors = {
         "fusedcomm/memory/members.py": ("_all_members reset", "7bbaabfb1efb"),
         "fusedcomm/memory/group_member.py:Member": (
             "reset _make _allocate _agree _free _come_together",
-            "5c3f82368b63",
+            "04759fcfd024",
         ),
         "fusedcomm/memory/vote.py": ("agree", "ac0098874c92"),
         "fusedcomm/memory/vote.py:_Vote": ("leave_together", "a581cb9397b0"),

@@ -132,6 +132,10 @@ def test_a_rank_that_raises_sends_nan_for_the_rest_of_its_call(rank: int, name: 
                 for out, want in zip(outs, wants, strict=True):
                     assert ((out == want) | out.isnan()).all()
             check(group, problem, call(group, problem, at + 5), at + 5)
+        with mock.patch.object(Execution, "__init__", side_effect=MemoryError), pytest.raises(MemoryError):
+            call(group, problem)
+        with pytest.raises(fusedcomm.PeerError, match="left by MemoryError"):  # nothing was sent
+            call(group, problem)
 
 
 @on_ranks(3)

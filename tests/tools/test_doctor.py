@@ -101,7 +101,7 @@ def ask_gpus(rank: int) -> tuple[list[str], GroupAnswer]:
     """Of ranks that have met by gloo: a planner that wants NCCL needs another group."""
     made: list[str] = []
 
-    def new_group(backend: str) -> Any:
+    def new_group(backend: str, **options: Any) -> Any:
         made.append(backend)
         return dist.group.WORLD
 
