@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import fusedcomm
@@ -72,6 +73,14 @@ def test_autocast_and_graphs_change_nothing(rank: int, what: str) -> None:
         for each in (call, torch.compile(lambda *tensors: call(*tensors), backend="eager", fullgraph=True)):
             for rows in (MAX_ROWS, MAX_ROWS + 4):
                 check(each, what, rank, rows)
+
+
+@on_ranks(2)
+def test_a_graph_of_real_tensors_holds_the_op(rank: int) -> None:
+    """The plain program's collectives, which are not functional, would stand there without their waits."""
+    graph = make_fx(made("matmul_all_reduce", rank))(integers(rank, MAX_ROWS + 4, K)).graph
+    targets = " ".join(str(node.target) for node in graph.nodes)
+    assert "fusedcomm.matmul_all_reduce" in targets and "c10d." not in targets
 
 
 @on_ranks(2)
