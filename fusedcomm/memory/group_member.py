@@ -179,8 +179,9 @@ class Member:
             raise self.error.again()
         try:
             yield
-        except (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt) as left:
-            if not sends_nan or not self.memory.in_order:
+        except BaseException as left:
+            alone = isinstance(left, (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt))  # others come alike
+            if not self.memory.in_order or (alone and not sends_nan):
                 self.memory.in_order = False
                 self.left(op, left)
             raise

@@ -26,6 +26,7 @@ from fusedcomm.plan.cost.model import Constants
 
 log = logging.getLogger("fusedcomm")
 
+MOST_GPU_RANKS = 32  # a thread each of the smallest kernels looks at their flags
 _EARLY_IN_GRAPHS = 12030  # the driver from which a graph holds early launches
 
 
@@ -211,6 +212,8 @@ def _no_workspace(facts: list[dict[str, Any]]) -> str | None:
             return f"rank {rank}: {fact['no_workspace']}"
         if fact["host"] != facts[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
+    if facts[0]["uuid"] and len(facts) > MOST_GPU_RANKS:
+        return f"kernels wait for at most {MOST_GPU_RANKS} ranks, got {len(facts)}"
     return None
 
 

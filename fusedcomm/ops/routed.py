@@ -312,16 +312,8 @@ def _combine(
     return y, received[0] if return_received else h.new_empty(0)
 
 
-def _fake_dispatch(
-    x: Tensor,
-    expert_ids: Tensor,
-    ws: list[Tensor],
-    num_experts: int,
-    capacity: int,
-    alignment: int,
-    size: int,
-    name: str,
-) -> list[Tensor]:
+def _fake_dispatch(x: Tensor, expert_ids: Tensor, ws: list[Tensor], *sizes: Any) -> list[Tensor]:
+    num_experts, capacity, _, size, _ = sizes
     rows = x.new_empty(capacity, x.shape[1])
     offsets = x.new_empty(num_experts // size, dtype=torch.int32)
     packed = x.new_empty(packed_shape(expert_ids.numel(), num_experts, size), dtype=torch.int64)

@@ -65,7 +65,7 @@ def run(plan: Plan, memory: CallMemory, name: str, operands: Sequence[Operand], 
 
 
 def run_again(ran: Ran) -> list[Tensor]:
-    """What a call of a workspace returns the next time: by the native part, where it takes the plan."""
+    """The results of the same call of a workspace again: by the native part, where it takes the plan."""
     plan, memory = ran.plan, cast(Workspace, ran.memory)
     how = cast(Schedule, plan.schedule), memory, plan.op, plan.fingerprint, ran.inputs
     run: Callable[[], list[Tensor]] = partial(python_executor.run, *how)

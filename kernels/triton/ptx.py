@@ -21,16 +21,20 @@ else:
 
 
 @triton.jit
+def _execute(INSTRUCTION: tl.constexpr):
+    """An instruction without operands, by every thread. ``INSTRUCTION`` gives 0, as Triton wants a result."""
+    if not INTERPRET:
+        tl.inline_asm_elementwise(INSTRUCTION, "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def block_barrier():
     """Barrier of all threads of a program. It orders their earlier writes for the block.
 
     Triton does not pipeline loops that hold a tl.debug_barrier, and a persistent loop must hold
     one. Only kernels without warp specialization may use this: barrier 0 takes all threads.
     """
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "bar.sync 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+    _execute("bar.sync 0; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -42,17 +46,13 @@ def fence_generic_writes():
     every thread executes one behind the barrier that ends `wait`, so the thread that issues a load does. It has no
     scope: the path's is the system, by the flag. TMA reads global memory.
     """
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+    _execute("fence.proxy.async.global; mov.b32 $0, 0;")
 
 
 @triton.jit
 def back_off():
     """Pause between two polls: many programs wait, and each of their polls goes to memory that peers write to."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise("nanosleep.u32 64; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    _execute("nanosleep.u32 64; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -122,10 +122,8 @@ def await_earlier_kernels():
     A kernel that is launched early (programmatic dependent launch) may begin when those before it have no more than
     ends of programs left, or allow it.
     """
-    if not INTERPRET and cuda_capability_geq(9, 0):
-        tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+    if cuda_capability_geq(9, 0):
+        _execute("griddepcontrol.wait; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -134,12 +132,5 @@ def start_next_kernel():
 
     Only a kernel that waits for no peer may: it ends whatever room the next one takes.
     """
-    if not INTERPRET and cuda_capability_geq(9, 0):
-        tl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    if cuda_capability_geq(9, 0):
+        _execute("griddepcontrol.launch_dependents; mov.b32 $0, 0;")

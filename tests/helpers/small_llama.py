@@ -83,7 +83,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def meshes(*sizes: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
-    """Of data parallelism, 2-D if there are three sizes, and of tensor parallelism."""
+    """A mesh of data parallelism, 2-D if there are three sizes, and one of tensor parallelism."""
     number = next(_numbers)  # DTensor takes meshes of one name for one, though the groups of the first are gone
     names = tuple(f"{name}_{number}" for name in ("replicate", "shard", "tensor")[-len(sizes) :])
     with left_as_found():

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from fusedcomm.bench import launch_now
+from fusedcomm.kernels.triton import primitives
 from fusedcomm.plan import routed_rounds
 from fusedcomm.plan.geometry import norm, payloads, shapes
 from fusedcomm.plan.geometry.exchange import Exchange
@@ -109,7 +111,10 @@ def test_a_peer_may_be_one_round_ahead(num_slots: int, kernel: str) -> None:
 
 
 @by_kernel
-def test_time_out_names_who_is_missing(kernel: str) -> None:
+@pytest.mark.parametrize("polls", [1, 16])
+def test_time_out_names_who_is_missing(kernel: str, polls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``polls``: of a flag between two looks at the clock. GPUs have 16."""
+    monkeypatch.setattr(primitives, "POLLS", tl.constexpr(polls))
     ranks = ranks_of(kernel, 3, timeout_s=0.2)
     send(kernel, ranks[0])
     send(kernel, ranks[1])

@@ -155,6 +155,26 @@ def test_ranks_on_one_gpu_leave_room_for_each_other_s_sends() -> None:
             assert (num_ranks - 1) * device.num_programs(kind) < num_sms
 
 
+@pytest.mark.parametrize(("uuid", "reason"), [("gpu", "kernels wait for at most 32 ranks, got 33"), ("", None)])
+def test_kernels_wait_for_as_many_ranks_as_a_warp_has_threads(uuid: str, reason: str | None) -> None:
+    facts = [{"no_workspace": None, "host": "host", "uuid": uuid}] * 33
+    assert topology._no_workspace(facts) == reason and topology._no_workspace(facts[1:]) is None
+
+
+def test_kernels_are_launched_early_where_the_driver_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    for architecture, driver, setting, expected in (
+        (90, 12030, "1", True),
+        (100, 13000, "1", True),
+        (80, 13000, "1", False),
+        (90, 12020, "1", False),
+        (90, 13000, "0", False),
+    ):
+        monkeypatch.setattr(topology, "architecture", lambda device, found=architecture: found)
+        monkeypatch.setattr(topology, "driver_version", lambda found=driver: found)
+        monkeypatch.setenv("FUSEDCOMM_EARLY_LAUNCH", setting)
+        assert topology.launches_early(torch.device("cuda")) == expected
+
+
 @on_ranks(2)
 def test_ranks_that_share_a_gpu_share_its_multiprocessors(rank: int) -> None:
     assert topology._ranks_per_gpu(["a", "b", "a"]) == 2

@@ -90,7 +90,7 @@ def test_rooms_are_few_and_all_have_their_place() -> None:
 
 
 def test_one_fused_call_is_read_in_few_files() -> None:
-    """Those of the steps that docs/architecture.md numbers: the common ones, and the GPU's."""
+    """The files of the steps that docs/architecture.md numbers: the common ones, and the GPU's."""
     page = (ROOT / "docs" / "architecture.md").read_text().partition("## One call")[2].partition("\n## ")[0]
     common, _, fused = re.split(r"^\*\*(?=[CG]PU)", page, flags=re.MULTILINE)[:3]
     steps = re.findall(r"^\d+\. .*(?:\n   .*)*", common + fused, re.MULTILINE)

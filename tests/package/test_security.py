@@ -1,4 +1,4 @@
-"""What docs/security.md says: what may run code, who reaches a segment, what listens. Files: test_tuned.py."""
+"""The claims of docs/security.md: code that may run, access to segments, listeners. Files: test_tuned.py."""
 
 import ast
 import contextlib

@@ -129,7 +129,7 @@ BEHIND = {  # chunks copied behind the last tile, `fused` and `chunked`, as docs
 @pytest.mark.parametrize("problem", BEHIND, ids=str)
 @pytest.mark.parametrize("algorithm", ["fused", "chunked"])
 def test_bytes_left_behind_the_matmul(problem: Problem, algorithm: str) -> None:
-    """Of a gather those of its by-product alone."""
+    """A gather has those of its by-product alone."""
     for by_product in (True, False)[: 1 + (problem.op in GATHERS)]:
         (rank, *_) = World(4, 1 << 30, algorithm).enqueue(lambda call, by=by_product: call(problem, by_product=by))
         steps = [step for operation in rank.operations for step in operation.steps]
@@ -140,7 +140,7 @@ def test_bytes_left_behind_the_matmul(problem: Problem, algorithm: str) -> None:
 
 
 def test_pieces_of_an_all_reduce_hide_its_second_half() -> None:
-    """Of four pieces of 8 MiB to each peer that of the last alone comes behind the matmul."""
+    """The last of four pieces of 8 MiB to each peer alone has it behind the matmul."""
     problem, times = Problem("sums", (8192, 7168), 8192, op="matmul_all_reduce"), []
     for in_pieces in (True, False):
         with mock.patch.object(Exchange, "comes_in_pieces", lambda *args, found=in_pieces: found):

@@ -15,6 +15,7 @@ from fusedcomm.memory.errors import PeerMismatchError
 from fusedcomm.plan import planner
 from fusedcomm.plan.cost import in_pieces as cost
 from fusedcomm.plan.schedule import Multiply, Wait
+from fusedcomm.run import unfused
 from fusedcomm.run.group_collectives import begin
 from fusedcomm.run.python_executor import Execution
 from tests.helpers.groups import AS_IT_IS, EARLY, LATE, call, check, empty_is_nan, fresh_group, in_pieces, moved
@@ -135,6 +136,12 @@ def test_a_rank_that_raises_sends_nan_for_the_rest_of_its_call(rank: int, name: 
         with mock.patch.object(Execution, "__init__", side_effect=MemoryError), pytest.raises(MemoryError):
             call(group, problem)
         with pytest.raises(fusedcomm.PeerError, match="left by MemoryError"):  # nothing was sent
+            call(group, problem)
+    with fresh_group() as group, fusedcomm.force_algorithm("unfused"):
+        check(group, problem, call(group, problem))
+        with mock.patch.object(unfused, "program_of", side_effect=MemoryError), pytest.raises(MemoryError):
+            call(group, problem)
+        with pytest.raises(fusedcomm.PeerError, match="left by MemoryError"):
             call(group, problem)
 
 

@@ -98,7 +98,7 @@ def test_the_verdict_is_the_planners(ranks: Ranks) -> None:
 
 
 def ask_gpus(rank: int) -> tuple[list[str], GroupAnswer]:
-    """Of ranks that have met by gloo: a planner that wants NCCL needs another group."""
+    """Ranks have met by gloo: a planner that wants NCCL needs another group."""
     made: list[str] = []
 
     def new_group(backend: str, **options: Any) -> Any:

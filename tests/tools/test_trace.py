@@ -36,7 +36,7 @@ def test_the_lanes_of_an_op(ranks: Callable[[int], RankPool], op: str) -> None:
 
 
 def rank_trace(base_us: float, offset: float) -> trace.Trace:
-    """Of a rank whose clock's base is ``base_us``, and whose work starts ``offset`` after 1 s of the host's clock."""
+    """A rank with base ``base_us`` of its clock, and work from ``offset`` after 1 s of the host's clock on."""
     start = 1e6 + offset - base_us
 
     def event(name: str, cat: str, ts: float, dur: float, tid: int = 7, **more: Any) -> dict[str, Any]:
